@@ -25,6 +25,10 @@ from packaging.requirements import Requirement
 import headway
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+import long_description  # noqa: E402
+import release  # noqa: E402
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCE = PROJECT.get("urls", {}).get("Source")  # none, until there is one
 MOST = 1 << 20  # bytes of the wheel
@@ -55,10 +59,42 @@ def test_the_wheel_is_small_and_holds_the_two_packages_alone(built: dict[str, Pa
     extras = set(asked.get_all("Provides-Extra", []))
     assert {"all", "cli", "dev", "docs", "hf", "plot", "triton"} == extras
     assert asked["Author"] == "the Headway developers"
-    shown = str(asked.get_payload())  # the README, on a page outside of the repository
-    assert "Change an import: from" in shown  # the words of a link
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    expected = long_description.outside(readme, SOURCE or "").strip()
+    assert asked.get_payload(decode=True).decode("utf-8").strip() == expected
+
+
+@pytest.mark.parametrize("source", ["", "https://example.org/it/"])
+def test_the_long_description_is_read_outside_of_the_repository(source: str) -> None:
+    """Its links lead to the files at `Source`, and its picture is there; without it, words stay."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = long_description.outside(readme, source)
     links = re.findall(r"\]\(([^)]+)\)", shown)
     assert [link for link in links if not link.startswith("https://")] == []
+    assert "Change an import" in shown
+    assert ("![" in shown) == ("A missing bar" in shown) == bool(source)
+    mine = [link for link in links if source and link.startswith(source)]
+    assert len(mine) == (len(re.findall(r"\]\((?!https:)", readme)) if source else 0)
+    for link in mine:
+        kind, _, path = link.removeprefix(source).partition("/main/")
+        path, _, _ = path.partition("#")
+        assert (ROOT / path).exists(), link
+        assert kind == ("raw" if path.endswith(".svg") else "blob"), link
+
+
+def test_hints_install_packages_that_an_extra_names() -> None:
+    """By their own names: this package's is not on an index."""
+    extras = PROJECT["optional-dependencies"]
+    asked = {Requirement(r).name for e in ("cli", "hf", "plot", "triton") for r in extras[e]}
+    hints = [
+        re.sub("[^a-z ]+", "", hint).split()
+        for path in (ROOT / "src").rglob("*.py")
+        for hint in re.findall(
+            r"pip install ((?:'?[a-z]+[>=\d.']*(?: |\b))+)", path.read_text("utf-8")
+        )
+    ]
+    assert {name for hint in hints for name in hint} - {"git"} <= asked  # pip install git+...
+    assert sorted(Requirement(r).name for r in extras["cli"]) in hints
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
@@ -168,7 +204,7 @@ for run in (
 try:
     blocks.save(pathlib.Path("mask.safetensors"))
 except ImportError as error:
-    assert "pip install 'headway[cli]'" in str(error), error
+    assert "pip install safetensors" in str(error), error
 else:
     raise AssertionError("saved without safetensors")
 exec(compile(sys.argv[1], "README.md", "exec"))
@@ -182,7 +218,9 @@ def test_the_core_alone_attends_and_trains(built: dict[str, Path], tmp_path: Pat
     (first, *_) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     scripts = environment(tmp_path, built["wheel"])
     run(scripts, "python", "-c", CORE, first)
-    assert "pip install 'headway[cli]'" in run(scripts, "headway", "train", status=2)
+    assert "pip install filelock rich safetensors tyro" in run(
+        scripts, "headway", "train", status=2
+    )
     assert f"({tmp_path}" in run(scripts, "headway", "doctor")  # the package that was installed
 
 
@@ -237,6 +275,20 @@ def test_the_wheel_that_pages_name_is_the_one_that_is_built() -> None:
 def test_versions_agree() -> None:
     said = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert said == [headway.__version__]
+
+
+def test_a_release_dates_what_is_unreleased() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = release.dated(changelog, "0.2.0", "2031-01-02")
+    assert released.replace("\n## 0.2.0 (2031-01-02)\n", "", 1) == changelog
+    assert released.index("## Unreleased") < released.index("## 0.2.0 (2031-01-02)\n\n### ")
+    for again in ("0.2.0", "0.3.0"):  # released already; nothing under Unreleased
+        with pytest.raises(ValueError, match=r"CHANGELOG\.md has"):
+            release.dated(released, again, "2031-01-03")
+    assert release.missing(headway.__version__) == [
+        "`Source` in [project.urls] of pyproject.toml"
+    ] * (SOURCE is None)
+    assert len(release.missing("9.9.9")) > len(release.missing(headway.__version__))
 
 
 def test_constraints_name_every_dependency() -> None:

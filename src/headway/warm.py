@@ -88,7 +88,7 @@ def warm(
     if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1):
         raise ArgumentError(f"jobs={jobs!r} must be an integer, 1 or more")
     if find_spec("triton") is None:
-        raise BackendRefused("no kernels without Triton: pip install 'headway[triton]'")
+        raise BackendRefused("no kernels without Triton: pip install triton")
     requests = [_request_of(call, card) for call in _flatten(calls)]
     from .backends.gpu.runtime import kernel_cache
     from .backends.gpu.runtime.triton_startup import wait_for_triton

@@ -217,7 +217,7 @@ def test_without_matplotlib_it_says_so(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = train(replace(tiny, steps=2)).run
-    assert "headway[plot]" in capsys.readouterr().out
+    assert "pip install matplotlib" in capsys.readouterr().out
     assert not (run.folder / "loss.png").exists()
     assert (run.folder / "sample.txt").exists()
 

@@ -40,4 +40,4 @@ def test_the_table_says_whether_and_why(monkeypatch, capabilities, hip, availabl
 def test_no_triton(monkeypatch, name):
     gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(backends.triton.importlib.util, "find_spec", lambda name: None)
-    assert row(name).reason == "Triton is not installed: pip install 'headway[triton]'"
+    assert row(name).reason == "Triton is not installed: pip install triton"

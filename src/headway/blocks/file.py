@@ -98,7 +98,7 @@ def _safetensors() -> tuple[Any, Any, Any]:
         import safetensors.torch
     except ImportError as error:
         raise ImportError(
-            "files of block masks need safetensors: pip install 'headway[cli]'"
+            "files of block masks need safetensors: pip install safetensors"
         ) from error
     return safetensors.SafetensorError, safetensors.safe_open, safetensors.torch.save_file
 

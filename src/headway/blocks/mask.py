@@ -146,7 +146,7 @@ class BlockMask:
         """Draw the tiles to a file: PNG, SVG or PDF by its ending. Batches and heads that the mask
         distinguishes are side by side, up to 16 of them; one alone: `block_mask[b, h]`.
 
-        All but SVG need matplotlib: `pip install 'headway[plot]'`.
+        All but SVG need matplotlib: `pip install matplotlib`.
         """
         from .picture import draw
 

@@ -155,7 +155,7 @@ class Picture:
             from matplotlib.patches import Patch
         except ImportError as error:
             raise ImportError(
-                "drawing needs matplotlib: pip install 'headway[plot]'; an .svg file does not"
+                "drawing needs matplotlib: pip install matplotlib; an .svg file does not"
             ) from error
 
         single_panel, across = len(self.panels) == 1, self._panel_columns()

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(
             f"headway {name}: {error.name} is not installed, which the command line needs: "
-            "pip install 'headway[cli]'",
+            "pip install filelock rich safetensors tyro",
             file=sys.stderr,
         )
         return 2

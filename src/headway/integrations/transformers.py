@@ -63,7 +63,7 @@ def register(name: str = "headway") -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise ImportError(
-            "headway.integrations.transformers needs transformers 5: pip install 'headway[hf]'"
+            "headway.integrations.transformers needs transformers: pip install 'transformers>=5.17'"
         ) from error
     hf_models.watch(name)
     AttentionInterface.register(name, attention_forward)

@@ -51,7 +51,7 @@ def draw(results: Path, picture: Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'headway[plot]'") from error
+        raise ImportError("drawing needs matplotlib: pip install matplotlib") from error
     device, speeds = read(results)
     cases = [case for case in BARS if any(key[0] == case for key in speeds)]
     if not cases:

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         experiment.draw(path)
         console.print(f"curves: {path}", highlight=False)
     except ModuleNotFoundError as error:
-        console.print(f"no curves: {error.name} is not installed; pip install 'headway[plot]'")
+        console.print(f"no curves: {error.name} is not installed; pip install matplotlib")
     except OSError as error:
         console.print(f"no curves: {path} could not be written ({error.strerror})", highlight=False)
     return 0 if experiment.passed else 1

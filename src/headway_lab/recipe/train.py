@@ -227,8 +227,8 @@ def _finish(run: Run, model: Transformer, console: Console, sample: bool) -> Non
     except ModuleNotFoundError:
         say(
             console,
-            f"no loss.png and max_logit.png: matplotlib is not installed; pip install "
-            f"'headway[plot]', then `headway train --name {run.name} --resume` draws them",
+            "no loss.png and max_logit.png: matplotlib is not installed; pip install matplotlib, "
+            f"then `headway train --name {run.name} --resume` draws them",
         )
     length = run.settings().sample_bytes
     if sample and length:

@@ -128,7 +128,7 @@ def unavailable(device: str, index: int | None) -> str:
     if capability != (9, 0):
         return f"the GPU has compute capability {capability}; the instructions are those of (9, 0)"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install 'headway[triton]'"
+        return "Triton is not installed: pip install triton"
     return wrong_triton()
 
 

@@ -52,7 +52,7 @@ def unavailable(device: str, index: int | None) -> str:
     """Return why kernels cannot run on a device; empty if they can."""
     if named_card() is not None or device == "cuda":
         if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed: pip install 'headway[triton]'"
+            return "Triton is not installed: pip install triton"
         card = named_card()
         capability = torch.cuda.get_device_capability(index) if card is None else card.capability
         if (card is not None or torch.version.hip is None) and capability < (8, 0):
