@@ -16,8 +16,8 @@ from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
 from .packed import any_jagged, nested_attention, nested_attention_with_stats
-from .run import run, run_cpu_native, run_out, with_place
-from .types import AttentionOutput, Request
+from .run import run, run_backward, run_cpu_native, run_out, with_place
+from .types import AttentionGradients, AttentionOutput, Request
 
 
 def attention(
@@ -151,6 +151,53 @@ def attention_with_stats(
         request if layout is None else request._replace(keys=Layouts.of(layout))
     )
     return AttentionOutput(out, lse, max_logit)
+
+
+def attention_backward(
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
+    out: Tensor,  # (b, hq, q_len, dv)
+    lse: Tensor,  # (b, hq, q_len)
+    dout: Tensor,  # (b, hq, q_len, dv)
+    dlse: Tensor | None = None,  # (b, hq, q_len)
+    score: ScoreFn | None = None,
+    mask: MaskFn | BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    sink: Tensor | None = None,  # (hq,)
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,  # ()
+    deterministic: bool = False,
+    backend: str = "auto",
+    **unknown: Never,
+) -> AttentionGradients:
+    """Return the gradients of `attention_with_stats`, for a backward of your own.
+
+    k and v may be a part of the keys. If `out` and `lse` are those of all keys (`merge`), the
+    gradients of the parts add up to the exact gradients: rings train that way. Score and mask see
+    each part from 0 on; write where it begins into them, as in `causal(first_query - first_key)`.
+
+    **Arguments:** as `attention`, and
+
+    - `out`, `lse`: results of the forward over all keys (and the sink).
+    - `dout`, `dlse`: the gradients of both; None if nothing depends on lse.
+    - `sink`: pass it with one part, since its gradient does not depend on the keys.
+    - `dropout`, `seed`: of the forward over these keys. The seed is needed.
+
+    **Returns:** an `AttentionGradients`, which is not differentiable.
+
+    **Raises:** as `attention`.
+
+    (Liu et al. 2023, Ring Attention, arXiv 2310.01889)
+    """
+    if unknown:
+        raise unknown_keywords(attention_backward, unknown)
+    request = Request(
+        q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, partial=True,
+        trains=True,
+    )  # fmt: skip
+    return run_backward(request, out, lse, dout, dlse)
 
 
 def block_mask(

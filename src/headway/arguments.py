@@ -373,6 +373,23 @@ def _check_ints(name: str, x: Any, shape: tuple[int, ...], axes: str, device: to
         )
 
 
+def check_results(call: Call, **results: Any) -> None:
+    """Check the results of a forward, and their gradients, in the shapes of its call. `dlse` may be
+    None."""
+    rows = call.q.shape[:3]
+    for name, x in results.items():
+        if name == "dlse" and x is None:
+            continue
+        shape = rows if name.endswith("lse") else (*rows, call.v.shape[3])
+        axes = "(b, hq, q_len)" if name.endswith("lse") else "(b, hq, q_len, dv)"
+        check_dense(**{name: x})
+        if not isinstance(x, Tensor) or x.shape != shape or not x.is_floating_point():
+            got = shown(x) if isinstance(x, Tensor) else type(x).__name__
+            raise ArgumentError(f"{name} must be a float tensor {axes} = {tuple(shape)}, got {got}")
+        if x.device != call.q.device:
+            raise ArgumentError(f"{name} is on {x.device}, q on {call.q.device}; move with .to()")
+
+
 def check_no_gradient(call: Call) -> None:
     """Refuse tensors that require grad in a call over a KV cache."""
     cache = call.kv

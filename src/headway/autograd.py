@@ -374,6 +374,26 @@ def attention(spec: Spec, call: Call) -> Forward:
     return (_attention_by_operators if by_operators else _attention_direct)(spec, call)
 
 
+def gradients(
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    needs: tuple[bool, ...],
+) -> list[Tensor]:  # fmt: skip
+    """Run the backward alone. Its results refuse to be differentiated."""
+    inputs = [*_inputs(call), out, lse, dout, dlse]
+    if is_compiling() or _call_observed(call) or _observed(out, lse, dout, dlse):
+        if not is_compiling():
+            _refuse_tangents("an input of the call", *inputs)
+            register_flops()
+        run = backward_op
+    else:
+        run = backward
+    with torch.no_grad():
+        grads = run(spec.text, *flat(call), out, lse, dout, dlse, needs)
+    if is_compiling() or not (torch.is_grad_enabled() and _any_learns(inputs)):
+        return grads
+    return list(_once_differentiable(grads, *inputs))  # type: ignore[arg-type]
+
+
 def infer(spec: Spec, call: Call) -> Forward:
     """Run `attention` over the cache `call.kv`. It has no gradient."""
     if is_compiling() or _call_observed(call):

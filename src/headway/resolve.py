@@ -266,6 +266,8 @@ def _spec_inputs(
     capability = CapabilityKey(*capability_key(call, counts[0]))
     if type(request.keys) is Layouts:  # on some rank at least
         capability = capability._replace(scattered=True)
+    if request.trains:
+        capability = capability._replace(trained=True)
     tiles = (*mask.shape[:2], *mask.tile) if isinstance(mask, BlockMask) else None
     return capability, (
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,

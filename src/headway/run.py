@@ -9,17 +9,28 @@ from torch.compiler import is_compiling
 from torch.profiler import record_function
 
 from . import autograd
-from .arguments import DTYPES, check_no_gradient, check_tensors, scale_of
+from .arguments import DTYPES, check_no_gradient, check_results, check_tensors, scale_of
 from .backends.base import Call
 from .blocks import BlockMask
 from .distributed.context import Layouts, tell_ranks
 from .distributed.context import attention as attention_over_ranks
-from .errors import CapturedIndexError
+from .errors import ArgumentError, CapturedIndexError
 from .mods import causal, describe
 from .mods.tracing.locations import find_line, quote
 from .resolve import cast, resolve
 from .sharded import Sharded, any_sharded
-from .types import KV, NAMESPACE, Forward, Request, Spec, inlined_or_eager
+from .surroundings import requires_grad
+from .types import (
+    KV,
+    NAMESPACE,
+    AttentionGradients,
+    Forward,
+    Request,
+    Spec,
+    acc_dtype,
+    in_dtype,
+    inlined_or_eager,
+)
 
 _Result = TypeVar("_Result", Tensor, Forward)
 
@@ -109,6 +120,32 @@ def _results(request: Request, spec: Spec, call: Call) -> Forward:
         draws_seed = bool(request.dropout) and request.seed is None
         return attention_over_ranks(spec, call, request.keys, custom_tiles, draws_seed)
     return autograd.attention(spec, call)
+
+
+@inlined_or_eager
+def run_backward(request: Request, out: Any, lse: Any, dout: Any, dlse: Any) -> AttentionGradients:
+    """Return the gradients of a call from the results of its forward, and their gradients."""
+    if any_sharded(request.q, request.k, request.v):
+        raise ArgumentError("attention_backward takes no DTensors; pass q.to_local(), k and v too")
+    if request.dropout and request.seed is None:
+        raise ArgumentError("dropout needs the seed of the forward: pass seed= to both")
+    try:
+        spec, call = resolve(request)
+    except CapturedIndexError as error:
+        raise with_place(error, request.score, request.mask) from None
+    check_results(call, out=out, lse=lse, dout=dout, dlse=dlse)
+    acc = acc_dtype(call.q.dtype)
+    trained = [
+        requires_grad(t) and t.is_floating_point()
+        for t in call.captured.tensors[: spec.score_tensors]
+    ]
+    dlse = None if dlse is None else in_dtype(dlse, acc)
+    dq, dk, dv, *others = autograd.gradients(
+        spec, call, in_dtype(out, acc), in_dtype(lse, acc), in_dtype(dout, call.q.dtype), dlse,
+        tuple(trained),
+    )  # fmt: skip
+    dsink = None if call.sink is None else others.pop(0)
+    return AttentionGradients(dq, dk, dv, dsink, tuple(others))
 
 
 def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:

@@ -218,6 +218,7 @@ class Request(NamedTuple):
     - `max_logit`, `row_max`: whether to compute the largest logit of every head, and the largest
       score of every row.
     - `partial`: results in the accumulation dtype.
+    - `trains`: a backward follows, whether or not a tensor requires grad.
     - `keys`: where the keys are. None: all of them are in k and v. `Coords`: k and v hold a part,
       at these positions. `KV`: in a KV cache (`headway.inference`). `Layouts` of
       `headway.distributed`: over ranks.
@@ -241,6 +242,7 @@ class Request(NamedTuple):
     partial: bool = False
     keys: "Coords | KV | Any | None" = None
     offsets: tuple[int, int] | None = None
+    trains: bool = False
 
 
 class Captured(NamedTuple):
@@ -346,6 +348,23 @@ class AttentionOutput(NamedTuple):
     out: Tensor
     lse: Tensor
     max_logit: Tensor
+
+
+class AttentionGradients(NamedTuple):
+    """Results of `attention_backward`, in float32 (float64 for float64 inputs), so that those of
+    disjoint keys add up.
+
+    - `dq`, `dk`, `dv`: in the shapes of q, k and v.
+    - `dsink`: `(hq,)`; None without a sink.
+    - `captured`: for each tensor that `score` captures and that requires grad, its gradient, in the
+      order in which the score uses them first.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsink: Tensor | None
+    captured: tuple[Tensor, ...]
 
 
 def as_int(number: Any) -> Any:

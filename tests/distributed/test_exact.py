@@ -1,8 +1,10 @@
 """The shared table over ranks: every layout and every plan gives what one process does."""
 
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -303,9 +305,37 @@ def block_masks(world: int, rank: int) -> None:
         )
 
 
+RING = Path(__file__).parents[2] / "docs/recipes/own-ring.md"
+
+
+def ring_of_the_recipe(world: int, rank: int) -> None:
+    """The ring of docs/recipes/own-ring.md, next to one process."""
+    names: dict = {"torch": torch, "hw": hw}
+    code = re.findall(r"^```python\n(.*?)^```$", RING.read_text("utf-8"), re.M | re.S)
+    exec(next(block for block in code if "class Ring" in block), names)
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, 4, 20 * world, 8, dtype=torch.float64)
+    k, v = k[:, :2], v[:, :2]
+    dlse = torch.randn(q.shape[:3], dtype=torch.float64)
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    right = hw.attention_with_stats(*whole, mask=hw.causal())
+    right_grads = torch.autograd.grad(right[:2], whole, (dout, dlse))
+    here = slice(20 * rank, 20 * rank + 20)
+    mine = [x[:, :, here].detach().requires_grad_() for x in whole]
+    out, lse = names["Ring"].apply(*mine)
+    torch.testing.assert_close(out, right.out[:, :, here])
+    torch.testing.assert_close(lse, right.lse[:, :, here])
+    grads = torch.autograd.grad((out, lse), mine, (dout[:, :, here], dlse[:, :, here]))
+    for ours, theirs in zip(grads, right_grads, strict=True):
+        torch.testing.assert_close(ours, theirs[:, :, here], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_over_ranks(world, tmp_path):
-    more = (in_pieces, drawn_seed, same_bits, narrow, bytes_sent, documents_apart, block_masks)
+    more = (
+        in_pieces, drawn_seed, same_bits, narrow, bytes_sent, documents_apart, block_masks,
+        ring_of_the_recipe,
+    )  # fmt: skip
     run_ranks(world, (table, few_tokens, *(more if world < 4 else ())), tmp_path)
 
 
