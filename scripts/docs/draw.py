@@ -1,4 +1,4 @@
-"""Write the pictures of docs/ and the page of the gallery: `python scripts/docs/draw.py`.
+"""Write the pictures of docs/, the page of the gallery and the README's notebook: `python scripts/docs/draw.py`.
 
 All of it is committed; tests/docs/test_drawn.py fails where something was not drawn again.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import concepts
 import gallery
+import notebook
 import rotary
 import speed
 import training
@@ -28,6 +29,7 @@ def drawn() -> dict[str, str]:
         "gallery.md": gallery.page(),
         "performance.md": filled("performance.md", speed.said()),
         "training.md": filled("training.md", training.said()),
+        "readme.ipynb": notebook.text(),
     }
     plots = speed.pictures() | training.pictures()
     return entries | concepts.pictures() | rotary.pictures() | plots | pages

@@ -17,7 +17,7 @@ LISTED = set(
 )
 PACKAGES = [
     "headway", "headway.nn", "headway.optim", "headway.stability", "headway.compat",
-    "headway.distributed",
+    "headway.distributed", "headway.inference",
 ]  # fmt: skip
 # Modules, whose public names are those defined in them (or in `__all__`).
 MODULES = ["headway.errors", "headway.compat.torch_sdpa", "headway.compat.flex"]
@@ -110,3 +110,26 @@ def test_a_docstring_tells_shapes(thing):
     )
     shape = re.search(r"\([\w\s+*/.,]+,[\w\s+*/.,]*\)|shape|same arguments|`attention`'s", words)
     assert in_annotations or shape, "no shape of the tensors that it takes"
+
+
+EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLES = {
+    name: EXAMPLE.findall(inspect.getdoc(thing) or "")
+    for name, thing in objects().items()
+    if "```" in (inspect.getdoc(thing) or "")
+}
+
+
+def test_what_is_hard_to_call_has_an_example():
+    asked = {
+        "headway.tree", "headway.top_k_blocks", "headway.inference.Cache",
+        "headway.inference.PagedCache", "headway.stability.QKClip", "headway.distributed.Layout",
+    }  # fmt: skip
+    assert asked <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name):
+    assert EXAMPLES[name], "opened by ```python, and closed"
+    for code in EXAMPLES[name]:
+        exec(compile(code, name, "exec"), {"__name__": name})

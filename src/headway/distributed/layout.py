@@ -24,24 +24,37 @@ TRANSPORTS = ("auto", "collective", "pull")
 class Layout(ShardTable):
     """The assignment of a sequence's tokens to ranks: one value, equal on all ranks.
 
-    It is made from a one-dimensional `DeviceMesh` (`mesh["cp"]`), from one of two dimensions, nodes
-    and the ranks of a node (`mesh["between", "inside"]`: rank after rank, node after node), from a
-    process group, or from a pair `(rank, ranks)` or `(rank, (nodes, ranks of a node))`: then it
-    asks nothing of other processes (a worker of a `DataLoader` may make it, and it may be pickled)
-    and `on(mesh)` gives it its mesh before the first call. Any length and any number of ranks go
-    together; a rank may hold nothing. One layout holds for all rows of a batch. The first one on a
-    mesh of two dimensions makes the group of all its ranks (`DeviceMesh._flatten`), which every
-    process of the job has to take part in.
+    ```python
+    import torch
+    import torch.distributed as dist
+    import headway as hw
+    from headway.distributed import Layout
 
-        layout = Layout.zigzag(length, mesh["cp"])
-        x, labels = layout.shard(x), layout.shard(labels)            # (b, length) -> (b, local)
-        out = hw.attention(q, k, v, mask=hw.causal(), layout=layout)     # (b, h, local, d)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # or by torchrun
+    layout = Layout.zigzag(1000, dist.group.WORLD)
+    x = layout.shard(torch.randn(1, 8, 1000, 64), 2)  # (1, 8, local, 64)
+    out = hw.attention(x, x, x, mask=hw.causal(), layout=layout)  # of this rank's tokens
+    dist.destroy_process_group()
+    ```
+
+    Create it from one of these:
+
+    - a one-dimensional `DeviceMesh` (`mesh["cp"]`), or a process group;
+    - a `DeviceMesh` of two dimensions, nodes and the ranks of a node (`mesh["between", "inside"]`:
+      rank after rank, node after node). The first layout on it creates the group of all its ranks
+      (`DeviceMesh._flatten`), so every process of the job must take part;
+    - a pair `(rank, ranks)` or `(rank, (nodes, ranks of a node))`. It then asks nothing of other
+      processes, so a `DataLoader`'s worker may create it, and you can pickle it. Call `on(mesh)`
+      before the first attention.
+
+    Any length works with any number of ranks, and a rank may hold nothing. One layout is valid for
+    all rows of a batch.
 
     **Arguments:**
 
-    - `length`: of the whole sequence.
-    - `pieces`: `(rank, start, stop)`: rank holds positions `start` up to `stop`. Together they
-      cover the sequence once; a rank keeps its pieces in ascending order.
+    - `length`: the length of the whole sequence.
+    - `pieces`: `(rank, start, stop)`: the rank holds positions `start` up to `stop`. The pieces
+      cover the sequence once. A rank keeps its pieces in ascending order.
     - `mesh`: see above.
 
     **Attributes:**

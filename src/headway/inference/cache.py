@@ -272,19 +272,29 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 class Cache(_Cache):
-    """Keys and values of every row in one stretch of memory, which grows by doubling.
+    """A KV cache in contiguous memory, which doubles when it is full.
+
+    ```python
+    import torch
+    import headway as hw
+
+    cache = hw.inference.Cache(layers=1, b=2, hk=2, d=64, capacity=16)
+    q, k, v = torch.randn(2, 8, 1, 64), *torch.randn(2, 2, 2, 1, 64)  # one new token in 2 rows
+    cache.reserve([0, 1], 1)
+    cache[0].append(k, v)  # of layer 0
+    out = hw.inference.attention(q, *cache[0].kv, mask=hw.causal(), **cache[0].options)
+    ```
 
     **Arguments:**
 
-    - `layers`, `b`, `hk`, `d`, `dv`: layers, rows, key heads, widths of keys and of values (d if
-      None; 0 for none, where values are columns of the keys).
-    - `capacity`: keys that a row has room for at first; `max_capacity`: at most, that is no end if
-      None. A cache of a fixed capacity, `max_capacity=capacity`, keeps its memory where it is, as
-      captured CUDA graphs need it.
-    - `k_scale`, `v_scale`: of float8, `()` or `(layers, hk)`: what is written is divided by them,
-      and `attention` multiplies by them.
+    - `layers`, `b`, `hk`, `d`, `dv`: layers, rows, key heads, head dimension of keys and of values
+      (default: d; 0 if values are columns of the keys).
+    - `capacity`: keys that a row has room for at first. `max_capacity`: the largest capacity, None
+      for no limit. With `max_capacity=capacity` the memory never moves, as CUDA graphs require.
+    - `k_scale`, `v_scale`: scales of float8, `()` or `(layers, hk)`. Written keys and values are
+      divided by them, and `attention` multiplies by them.
 
-    `lengths` is `(b,)` int32 on the device; `row_lengths` are the host's own.
+    `lengths` is `(b,)` int32 on the device. `row_lengths` is the same on the host.
     """
 
     page_table = None
@@ -377,18 +387,30 @@ class Cache(_Cache):
 
 
 class PagedCache(_Cache):
-    """Keys and values in pages, one page table and one `lengths` for all layers.
+    """A KV cache in pages. All layers share one page table and one `lengths`.
+
+    ```python
+    import torch
+    import headway as hw
+
+    cache = hw.inference.PagedCache(layers=1, pages=8, page=16, hk=2, d=64, rows=2)
+    q, k, v = torch.randn(2, 8, 1, 64), *torch.randn(2, 2, 2, 1, 64)  # one new token in 2 rows
+    cache.reserve([0, 1], 1)
+    cache[0].append(k, v)  # of layer 0
+    out = hw.inference.attention(q, *cache[0].kv, mask=hw.causal(), **cache[0].options)
+    cache.free(0)  # row 0 is finished; its pages serve another sequence
+    ```
 
     **Arguments:**
 
-    - `layers`, `pages`, `page`: layers, pages of each, and keys on a page.
-    - `hk`, `d`, `dv`: key heads, widths of keys and of values (d if None; 0 for none, where values
-      are columns of the keys).
-    - `rows`: sequences at a time; `max_pages`: of one row at most, all if None.
+    - `layers`, `pages`, `page`: layers, pages per layer, and keys per page.
+    - `hk`, `d`, `dv`: key heads, head dimension of keys and of values (default: d; 0 if values are
+      columns of the keys).
+    - `rows`: number of sequences at a time. `max_pages`: most pages of one row (default: all).
     - `k_scale`, `v_scale`: as in `Cache`.
 
     `lengths` is `(rows,)` and `page_table` `(rows, max_pages)`, int32 on the device, always in the
-    same memory; `row_lengths` are the host's own. There is one page more than `pages`: nobody's.
+    same memory. `row_lengths` is `lengths` on the host. There is one unused page beyond `pages`.
 
     (Kwon et al. 2023, PagedAttention, arXiv 2309.06180)
     """

@@ -69,25 +69,38 @@ class _Plan(NamedTuple):
 class QKClip:
     """QK-Clip for every attention of a model: call `.step()` after `optimizer.step()`.
 
-    It takes the statistics that the forwards since the last step recorded, whatever their number
-    (micro-batches), reduces them over ranks by one all-reduce, scales the weights in place, and
-    resets the records. Nothing waits for the device, but for the first step under a new layout.
+    A step takes the largest logits that all forwards since the last step recorded, reduces them
+    over ranks with one all-reduce, scales the weights in place, and resets the records. The host
+    waits for the device only in the first step under a new layout.
+
+    ```python
+    import torch
+    from headway.nn import Attention
+    from headway.stability import QKClip
+
+    model = Attention(64, heads=4)
+    optimizer, clip = torch.optim.AdamW(model.parameters()), QKClip(model, tau=100.0)
+    model(torch.randn(2, 50, 64)).square().mean().backward()
+    optimizer.step()
+    print(clip.step().max_logit)  # (4,) per layer: the largest logit of each head
+    ```
 
     **Arguments:**
 
-    - `model`: as it is trained, sharded already. Attention of `headway.nn`, or any that `adapters`
-      or `headway.stability.adapters` knows and that records into its `MaxLogit`.
-    - `tau`: the bound on logits; 100 in Kimi K2. It is held to within a step's growth.
+    - `model`: the model as you train it, already sharded. Its attention is `headway.nn`'s, or one
+      that `adapters` or `headway.stability.adapters` knows and that records into its `MaxLogit`.
+    - `tau`: the bound on logits, 100 in Kimi K2. Logits may exceed it by the growth of one step.
     - `alpha`: the query's share of the factor, 0.5 in Kimi K2.
     - `gqa`: the rule for shared key heads, see the module.
-    - `group`: the ranks that see other data or other parts of the sequences, as in `logit_stats`.
-    - `adapters`: by class, functions from a module to its `Layout`; None leaves a class out.
-    - `masters`: from a parameter to its higher-precision copy kept elsewhere, of the same (local)
-      shape, which is then scaled as well; None for a parameter that has none.
+    - `group`: ranks with other data or other parts of the sequences, as in `logit_stats`.
+    - `adapters`: from a class to a function that returns the `Layout` of its modules, or None to
+      leave the class out.
+    - `masters`: from a parameter to its higher-precision copy of the same (local) shape, which is
+      scaled too, or to None.
 
-    A head whose maximum is at most tau keeps its weights, bit for bit. So does one whose statistic
-    is not finite: -inf means that it kept no pair; NaN or +inf is raised at the next `step` (or by
-    `check`), naming layer and head, so that nothing has to wait for the device.
+    A head whose largest logit is at most tau keeps its weights, bit for bit. So does a head whose
+    largest logit is not finite. -inf means that it attended to nothing. For NaN or +inf, the next
+    `step` (or `check`) raises an error that names layer and head: no step waits for the device.
 
     **Raises:** `ArgumentError` where clipping cannot work (QK-norm, unknown attention, replaced
     parameters); `LogitError` at once for a layer without statistics.

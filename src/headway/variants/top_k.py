@@ -26,21 +26,30 @@ def top_k_blocks(
     heads: int | None = None,
     **unknown: Never,
 ) -> BlockMask:
-    """The block mask of lists: `indices[b, h, i // block_q]` are the blocks of keys that query i
-    sees.
+    """Return a block mask from lists: query i attends to the blocks of keys that
+    `indices[b, h, i // block_q]` names.
 
-    As a router chooses them, in every batch and head and for every row of blocks anew (NSA's
-    selected blocks, MoBA). Blocks are not differentiable; what chose them learns by other ways.
+    Use it for a router that selects blocks for every batch, head and block of queries (NSA, MoBA).
+    The selection has no gradient.
+
+    ```python
+    import torch
+    import headway as hw
+
+    q, k, v = torch.randn(3, 1, 4, 512, 64)
+    mean = lambda x: x.unflatten(2, (-1, 64)).mean(3)  # (1, 4, 8, 64): of blocks of 64
+    best = (mean(q) @ mean(k).mT).topk(3, -1).indices  # (1, 4, 8, 3)
+    out = hw.attention(q, k, v, mask=hw.top_k_blocks(best, 64))
+    ```
 
     **Arguments:**
 
-    - `indices`: int `(b, h, rows, k)`: numbers of blocks of keys, in any order. -1 names none, so
-      that rows may have fewer than k; a block that is named twice counts once. b and h may be 1,
-      which broadcasts.
-    - `block`: queries and keys in a block; a number stands for both.
-    - `q_len`, `kv_len`: lengths; `rows * block_q`, and q_len, if None. The last block may be short.
-    - `mask`: within the blocks, keep what this keeps: a function or a value of the library, such as
-      `causal()`, which cuts the diagonal ones.
+    - `indices`: int `(b, h, rows, k)`: numbers of blocks of keys, in any order. -1 names no block,
+      for rows with fewer than k. A block that is named twice counts once. b and h may be 1, which
+      broadcasts.
+    - `block`: queries and keys in a block. One number stands for both.
+    - `q_len`, `kv_len`: lengths. Default: `rows * block_q`, and q_len. The last block may be short.
+    - `mask`: a mask inside the blocks, such as `causal()`: a function or a value of the library.
     - `heads`: query heads, where a group of them shares a choice, as in NSA: h lists then serve
       `heads // h` query heads each. h if None.
 

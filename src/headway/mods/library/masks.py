@@ -315,13 +315,24 @@ class padding(Mask):
 
 @value
 class tree(Mask):
-    """A tree of drafted tokens, each of which sees its ancestors, itself and all before the tree.
+    """A tree of draft tokens: each attends to its ancestors, itself and everything before the tree.
 
-    `parents` is an int tensor `(nodes,)` or `(batch, nodes)`: of every node its parent's number,
-    -1 where it has none; a parent comes before its children. Node n stands at position
-    `start + n`, and `start`, a number, a 0-d int tensor or `(batch,)`, is where the tree begins:
-    for drafts at the end of a cache, `lengths - nodes`. Positions before it are causal, those
-    after the tree see nothing. `parents` is read when the mask is made, `start` at every call.
+    `parents` is an int tensor `(nodes,)` or `(batch, nodes)`: the number of each node's parent, or
+    -1 if it has none. A parent comes before its children. Node n is at position `start + n`. The
+    tree begins at `start`, a number, a 0-d int tensor or `(batch,)`: `lengths - nodes` for drafts
+    at the end of a cache. Positions before the tree are causal, positions after it attend to
+    nothing. `parents` is read when you create the mask, `start` at every call.
+
+    ```python
+    import torch
+    import headway as hw
+
+    parents = torch.tensor([-1, 0, 0, 1])  # 4 drafts after 10 cached tokens
+    q, k, v = torch.randn(1, 8, 4, 64), *torch.randn(2, 1, 8, 14, 64)
+    lengths = torch.tensor([14], dtype=torch.int32)
+    out = hw.inference.attention(q, k, v, mask=hw.tree(parents, 10), lengths=lengths)
+    ```
+
     Raises `ArgumentError` for a parent that is its own child or comes later, and, in a call without
     a cache, where the tree begins after the last query.
     (Miao et al. 2023, SpecInfer, arXiv 2305.09781, section 4.2; Cai et al. 2024, Medusa,
