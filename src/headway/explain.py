@@ -1,5 +1,6 @@
 """Explain what a call runs, and why: start here when a call is slow or refused."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Never
@@ -14,7 +15,7 @@ from .blocks import BlockMask, cached_build
 from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .keywords import unknown_keywords
-from .mods import causal, retraced
+from .mods import causal, many_reads, retraced
 from .mods.bounds.interval import why_elements
 from .mods.graph import parse
 from .mods.library.packed import PackedMask
@@ -33,6 +34,8 @@ class Explanation:
       heads that the mask distinguishes; None without a mask.
     - `retraced`: why score or mask is traced at every call (1 to 3 ms), with the line whose reads
       cannot be proved unchanged; usually empty.
+    - `compared`: how many values that score or mask read are compared at every call, and how long
+      that takes, where they are more than 300; usually empty.
     - `elements`: the mask's ops, with their lines, that have no rule for a whole tile. Their tiles
       are evaluated pair by pair, which is right and slower; usually empty.
     - `kernels`: of a GPU backend, forward and (where something requires grad) backward, each with
@@ -55,6 +58,7 @@ class Explanation:
     kernels: list[str] = field(default_factory=list)
     over_ranks: list[str] = field(default_factory=list)
     alignment: str = ""
+    compared: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [
@@ -70,6 +74,11 @@ class Explanation:
                 f"  not {name}: {reason}" for reason in reasons or ["it has a lower priority"]
             ]
         lines += [f"traced at every call: {why}" for why in self.retraced]
+        lines += [
+            f"compared at every call: {what}; let it capture the numbers and tensors that it reads "
+            "(`w = model.window`), not an object that holds much more"
+            for what in self.compared
+        ]
         if self.tiles is not None:
             full, partial, empty = self.tiles
             share = empty / max(full + partial + empty, 1)
@@ -147,11 +156,13 @@ def explain(
         lengths = layouts.lengths(k)
         custom_tiles = isinstance(mask, BlockMask) and mask.decided is None
         over_ranks = report(spec, call, *layouts, custom_tiles)
-    reasons_to_retrace = _retraced(score, mask, acc_dtype(q.dtype))
+    dtype = acc_dtype(q.dtype)
+    reasons_to_retrace = _of_functions(score, mask, lambda kind, mod: retraced(kind, mod, dtype))
+    compared = _of_functions(score, mask, lambda kind, mod: many_reads(mod))
     tiles = _tiles(spec, call, lengths)
     return Explanation(
         chosen_backend, reasons, shapes + mods_text, tiles, reasons_to_retrace, elements, limits,
-        code, kernels, over_ranks, _alignment(mask, *lengths),
+        code, kernels, over_ranks, _alignment(mask, *lengths), compared,
     )  # fmt: skip
 
 
@@ -184,10 +195,11 @@ def _kernels(spec: Spec, call: Any) -> list[str]:
     return []
 
 
-def _retraced(score: Any, mask: Any, dtype: torch.dtype) -> list[str]:
+def _of_functions(score: Any, mask: Any, say: Callable[[str, Callable], str | None]) -> list[str]:
+    """Return what there is to say of the score and of the mask."""
     mask = mask.mask if isinstance(mask, BlockMask) else mask
     whys = [
-        (kind, retraced(kind, mod, dtype))
+        (kind, say(kind, mod))
         for kind, mod in (("score", score), ("mask", mask))
         if mod is not None
     ]

@@ -5,12 +5,14 @@ import contextlib
 import io
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 import headway as hw
 from headway.backends import get
-from headway.distributed import Layout
+from headway.distributed import Layout, groups
 from headway.distributed.exchange import consistency
 from headway.distributed.exchange.collective import Collective
 from headway.errors import ArgumentError, HeadwayError
@@ -113,7 +115,7 @@ class Ranks:
                 out.register_hook(raises)
                 with pytest.raises(Boom):
                     loss.backward()
-            with pytest.raises(ArgumentError, match="ranks do not make the same call"):
+            with pytest.raises(ArgumentError, match=f"Either rank {odd} left the backward out"):
                 call() if mine else loss.backward()
             return
         name = {"backward": "backward", "give up backward": "reduce_scatter"}.get(mine)
@@ -218,6 +220,46 @@ def waits(rank: int, call: Callable[[], Any], words: str) -> None:
         assert f"for rank 1, in {words}" in line
 
 
+def first_call(world: int, rank: int) -> None:
+    """A rank that makes no first call over a group: the others say for whom they wait, also where
+    an interrupt ends that, and raise when the group's time is up."""
+    consistency.LATE_SECONDS[:] = 0.3, 0.4
+    late, other = (dist.new_group(timeout=timedelta(seconds=n)) for n in (60, 3))
+    layout = Layout.zigzag(LENGTH, late)
+    words = "in its first call over this process group"
+    dist.barrier()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        if rank == 1:
+            time.sleep(1.0)
+        if rank == 0:
+            threading.Timer(0.7, signal.raise_signal, (signal.SIGINT,)).start()
+            with pytest.raises(KeyboardInterrupt):
+                layout.shard(torch.zeros(LENGTH), 0)
+        layout.shard(torch.zeros(LENGTH), 0)
+    assert (f"rank {rank} has waited 0 s for rank 1, {words}" in said.getvalue()) == (rank != 1)
+    if rank == 1:
+        return
+    with contextlib.redirect_stderr(io.StringIO()), pytest.raises(RuntimeError) as raised:
+        Layout.zigzag(LENGTH, other).shard(torch.zeros(LENGTH), 0)
+    assert f"rank 1 made no call in 3 s, {words}" in str(raised.value)
+
+
+def skips(world: int, rank: int) -> None:
+    """A rank that leaves out one of several equal calls: the first backward raises everywhere."""
+    layout = Layout.zigzag(LENGTH, dist.new_group(timeout=timedelta(seconds=60)))
+    x = torch.randn(1, 2, layout.local, 4).requires_grad_()
+
+    def step() -> None:
+        h = x
+        for n in range(3):
+            if rank != 1 or n != 1:
+                h = hw.attention(h, h, h, mask=hw.causal(), layout=layout)
+        h.sum().backward()
+
+    with pytest.raises(ArgumentError, match="rank 1 left a call out"):
+        step()
+
+
 def leaves(name: str, world: int, rank: int) -> None:
     """A rank that leaves, before a call or in it: the others raise, and name it."""
     group = dist.new_group(timeout=timedelta(seconds=60))
@@ -276,7 +318,21 @@ def test_faults_by_messages(tmp_path):
 
 
 def test_late(tmp_path):
-    run_ranks(3, (late,), tmp_path)
+    run_ranks(3, (late, first_call, skips), tmp_path)
+
+
+def test_what_is_kept_for_a_group_lasts_as_long_as_it():
+    alive = [Mock(group_name=str(n)) for n in range(100)]
+    by_name = {group.group_name: group for group in alive}
+    kept: groups.GroupDict[int] = groups.GroupDict()
+    with patch.object(groups, "resolve_group", lambda name: by_name.get(name)):
+        for n, group in enumerate(alive):
+            kept.put((group, "cpu") if n % 2 else group, n)
+        assert len(kept) == 100
+        del by_name["7"]
+        by_name["8"] = alive[9]  # another group of that name
+        kept.put(alive[0], 0)
+    assert sorted(kept.values()) == [n for n in range(100) if n not in (7, 8)]
 
 
 @pytest.mark.parametrize("name", ["", "backward", "gather"])

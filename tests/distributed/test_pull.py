@@ -8,6 +8,7 @@ import time
 import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -213,13 +214,13 @@ def test_explained():
     q, k = torch.randn(1, 2, 32, 8), torch.randn(1, 1, 32, 8)
     said = str(hw.explain(q, k, k, mask=hw.causal(), layout=layout))
     assert "transport: collectives, tensors are on cpu" in said
-    cuda = torch.device("cuda", 0)
+    cuda, group = torch.device("cuda", 0), Mock(group_name="none")
     assert describe_transport("collective", None, cuda) == "collectives, as named"
     assert describe_transport("auto", None, cuda).startswith("pulled by copy engines, if")
-    pull._transports.put(("group", cuda), "ranks share a card")
-    assert describe_transport("auto", "group", cuda) == "collectives: ranks share a card"
-    pull._transports.put(("group", cuda), Pull(None))
-    assert describe_transport("pull", "group", cuda) == "pulled by copy engines"
+    pull._transports.put((group, cuda), "ranks share a card")
+    assert describe_transport("auto", group, cuda) == "collectives: ranks share a card"
+    pull._transports.put((group, cuda), Pull(None))
+    assert describe_transport("pull", group, cuda) == "pulled by copy engines"
     pull._transports.clear()
 
 

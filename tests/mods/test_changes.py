@@ -7,6 +7,7 @@ import enum
 import functools
 import math
 import random
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -294,6 +295,27 @@ def test_what_is_traced_at_every_call_is_said(name):
         assert told is not None
         assert __file__ in told
         assert told in explained
+
+
+def test_a_function_of_a_module_that_becomes_a_value_is_seen(monkeypatch):
+    monkeypatch.setattr(math, "window", len, raising=False)
+    fn = lambda b, h, i, j: (i - j).abs() < (3 if callable(math.window) else math.window)
+    check(fn, "mask")
+    math.window = 8  # type: ignore[attr-defined]
+    check(fn, "mask")
+
+
+def test_a_long_comparison_is_said():
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(60)])
+    whole = lambda b, h, i, j: (i - j).abs() < model[0].in_features
+    width = model[0].in_features
+    number = lambda b, h, i, j: (i - j).abs() < width
+    assert retraced("mask", whole, torch.float32) is None
+    explained = str(hw.explain(Q, K, V, mask=whole))
+    assert re.search(
+        r"compared at every call: the mask reads \d{3} values \(\d+\.\d ms\)", explained
+    )
+    assert "compared" not in str(hw.explain(Q, K, V, mask=number))
 
 
 OF_CLASSES = (

@@ -10,7 +10,7 @@ from .exchange.nodes import LocalNode, NodeGroups, local_node
 from .exchange.plan_inputs import plan_inputs
 from .exchange.plans import plan_name
 from .exchange.pull import describe_transport
-from .exchange.resharding import resolve_group
+from .groups import resolve_group
 from .layout import Layout
 
 

@@ -31,5 +31,6 @@ from .lowering import describe as describe
 from .lowering import lower as lower
 from .lowering import lower_guarded as lower_guarded
 from .lowering import lower_mod as lower_mod
+from .lowering import many_reads as many_reads
 from .lowering import retraced as retraced
 from .lowering import take_apart as take_apart

@@ -10,6 +10,7 @@ call. A trace takes 0.16 to 0.24 ms (`make_fx`: 12 to 25 ms).
 import dataclasses
 import functools
 import operator
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import starmap
@@ -29,6 +30,7 @@ from .tracing.guards import Guard, Path, guard_holds, resolve_path
 from .tracing.trace import trace
 from .tracing.tracer import Tracer
 
+_MANY_READS = 300  # values: comparing them takes longer than the rest of a call on the host
 # From PyTorch 2.13 on, Dynamo guards the attributes of classes and takes methods for constants.
 GUARDS_CLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
@@ -419,3 +421,13 @@ def retraced(kind: str, mod: Callable, dtype: torch.dtype) -> str | None:
     """Return why a score or mask is traced at every call, with the line; None if it is not."""
     structure, functions, _ = take_apart(mod)
     return lower(kind, structure, DTYPE_NAMES[dtype], *functions)[0].retrace_reason
+
+
+def many_reads(mod: Callable) -> str | None:
+    """Return how many values that a score or mask reads are compared at every call, and how long
+    this takes; None where they are few."""
+    _, functions, _ = take_apart(mod)
+    start = time.perf_counter()
+    count = sum(len(collect_reads(fn).key) for fn in functions)
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    return f"reads {count:,} values ({milliseconds:.1f} ms)" if count > _MANY_READS else None

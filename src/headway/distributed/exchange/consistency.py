@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...caches import LRUCache
 from ...errors import ArgumentError
+from ..groups import GroupDict
 from .fields import FIELDS
 from .in_progress import this_thread
 from .pull import abort_transfers
@@ -54,6 +54,10 @@ _LEAVING_SECONDS = 1.0  # between the end of a rank's connections and that of it
 _GAVE_UP_WORDS = (
     " left a call in the middle of an exchange, or called from two threads; see the error there. "
     "Nothing can be exchanged over this process group any more: make it and its layouts anew"
+)
+_FIRST_CALL = (
+    ", in its first call over this process group; a rank that does not come has raised before, or "
+    "calls with a layout of another group"
 )
 _TWO_THREADS = (
     "two threads call over one process group at once, and ranks cannot tell their calls apart; "
@@ -321,8 +325,7 @@ class ConsistencyCheck:
             if self.shared_memory is None and self.channel.store().check([_GAVE_UP_KEY]):
                 self._break(self.channel.store().get(_GAVE_UP_KEY).decode() + _GAVE_UP_WORDS)
             self.next_line += LATE_SECONDS[1]
-            text = f"headway: rank {self.group.rank()} has waited {waited:.0f} s for {whom()}"
-            print(f"{text}, in {self}", file=sys.stderr, flush=True)  # noqa: T201
+            _say_late(self.group.rank(), waited, f"{whom()}, in {self}")
 
     def _absent(self) -> str:
         """Return the words for the ranks that do not wait in this check."""
@@ -342,6 +345,14 @@ def _described(action: int, call: int, number: int) -> str:
     operation, phase = _ACTIONS[action]
     if phase == _FORWARD:
         return f"{operation}, call {number} over these ranks"
+    return _in_words(action, call)
+
+
+def _in_words(action: int, call: int) -> str:
+    """Return the words for what all ranks compare of a call."""
+    operation, phase = _ACTIONS[action]
+    if phase == _RECOMPUTE and not call:  # made before the first one, or too long ago
+        return f"{operation}, again for a backward"
     return _DESCRIPTIONS[phase].format(operation, call)
 
 
@@ -355,17 +366,15 @@ def _failure(ranks: str, call: str) -> str:
 
 def _raise_other_calls(per_rank: list[list[int]]) -> None:
     """Raise where ranks make other calls, or the same with other fields."""
-    actions = [(_ACTIONS[numbers[1]], numbers[2]) for numbers in per_rank]
+    actions = [tuple(numbers[1:3]) for numbers in per_rank]
     if any(action != actions[0] for action in actions):
-        described = [
-            f"rank {rank}: {_DESCRIPTIONS[phase].format(operation, call)}"
-            for rank, ((operation, phase), call) in enumerate(actions)
-        ]
+        described = [f"rank {rank}: {_in_words(*action)}" for rank, action in enumerate(actions)]
+        guess = _guess([_ACTIONS[action][1] for action, _ in actions])
         raise ArgumentError(
             f"ranks do not make the same call: {'; '.join(described)}. All ranks of a layout make "
-            "the same calls in the same order, and call backward in the same order"
+            f"the same calls in the same order, and call backward in the same order{guess}"
         )
-    (operation, _), _ = actions[0]
+    operation, _ = _ACTIONS[actions[0][0]]
     for n, name in enumerate(FIELDS[operation], _HEADER):
         column = [numbers[n] for numbers in per_rank]
         majority = max(column, key=column.count)
@@ -378,6 +387,18 @@ def _raise_other_calls(per_rank: list[list[int]]) -> None:
                 f"ranks do not make the same call: {differ} in {name}; all ranks of a layout pass "
                 "the same mask, score and options, with tensors that are the same everywhere"
             )
+
+
+def _guess(phases: list[int]) -> str:
+    """Return what may have happened where some ranks are in a backward and others are not."""
+    if _FORWARD not in phases or set(phases) == {_FORWARD}:
+        return ""
+    ahead = _ranks(phases, _FORWARD)
+    behind = rank_names(rank for rank, phase in enumerate(phases) if phase != _FORWARD)
+    return (
+        f". Either {ahead} left the backward out (a hook or code of yours raised in it, or the "
+        f"loss does not depend on the call), or {behind} left a call out"
+    )
 
 
 def mark_told(error: BaseException) -> BaseException:
@@ -450,7 +471,7 @@ class _CheckChannel:
 
 
 # The key is the group itself: a new group of the same name gets a channel of its own.
-_channels: LRUCache[_CheckChannel] = LRUCache(64)
+_channels: GroupDict[_CheckChannel] = GroupDict()
 # Groups whose channels are being made, and whether another thread has asked for one meanwhile.
 _groups_in_creation: dict[Any, bool] = {}
 _creation = threading.Lock()
@@ -483,16 +504,40 @@ def _new_channel(group: Any, device: torch.device) -> _CheckChannel:
     ("cpu:gloo,cuda:nccl"), else over a new gloo group of the same ranks. Without gloo it is the
     group on its device, and then the host waits for the device at every call."""
     check_group, on_cpu = group, _has_cpu(group)
-    if not on_cpu and not dist.is_gloo_available():
-        return _CheckChannel(group, device, None)
     options = getattr(group._get_backend(_CPU if on_cpu else device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
+    _meet(group, timeout.total_seconds())
+    if not on_cpu and not dist.is_gloo_available():
+        return _CheckChannel(group, device, None)
     if not on_cpu:
         check_group = dist.new_group(
             dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True
         )
     shared_memory = shared_memory_compare(check_group, timeout.total_seconds())
     return _CheckChannel(check_group, _CPU, shared_memory)
+
+
+def _meet(group: Any, timeout: float) -> None:
+    """Wait until every rank makes its first call over a group. Say on standard error for whom."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    keys = [f"headway-first-call-{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], "")
+    absent = lambda: rank_names(rank for rank, key in enumerate(keys) if not store.check([key]))
+    start, next_line, pause = time.monotonic(), LATE_SECONDS[0], 1e-3
+    while not store.check(keys):
+        waited = time.monotonic() - start
+        if waited >= timeout:
+            raise mark_told(RankLeft(f"{absent()} made no call in {timeout:.0f} s{_FIRST_CALL}"))
+        if waited >= next_line:
+            next_line += LATE_SECONDS[1]
+            _say_late(group.rank(), waited, absent() + _FIRST_CALL)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def _say_late(rank: int, waited: float, whom: str) -> None:
+    text = f"headway: rank {rank} has waited {waited:.0f} s for {whom}"
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _has_cpu(group: Any) -> bool:

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...caches import LRUCache
 from ...errors import ArgumentError
+from ..groups import GroupDict
 from .collective import Collective, all_gather
 from .comm_plan import (
     CommPlan,
@@ -204,7 +204,7 @@ def _merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 # -- the choice ------------------------------------------------------------------------------------
 
 # A transport, or why pulls are not possible.
-_transports: LRUCache[Transport | str] = LRUCache(64)
+_transports: GroupDict[Transport | str] = GroupDict()
 
 
 def transport_of(

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError
 from ...types import acc_dtype, as_int
+from ..groups import check_place, resolve_group
 from ..shard_table import NO_MESH, ShardTable, check_size, table_digest
 from .collective import Collective
 from .comm_plan import CommPlan, SequenceShards
@@ -24,36 +25,6 @@ def group_of(layout: ShardTable) -> Any:
     if not layout.group_name:
         raise ArgumentError(NO_MESH)
     return resolve_group(layout.group_name)
-
-
-def resolve_group(name: str) -> Any:
-    """Return the process group of that name.
-
-    **Raises:** `ArgumentError` where it was destroyed.
-    """
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    try:
-        return _resolve_process_group(name)  # type: ignore[bad-argument-type]
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise ArgumentError(
-            f"the layout's process group {name!r} was destroyed, or was made in another process; "
-            "make the group and the layout anew"
-        ) from error
-
-
-def check_place(group: Any, rank: int, ranks: int) -> tuple[int, int]:
-    """Return rank and ranks of a group.
-
-    **Raises:** `ArgumentError` where they are not those of the layout.
-    """
-    place = group.rank(), group.size()
-    if place != (rank, ranks):
-        raise ArgumentError(
-            f"the layout is of rank {rank} of {ranks}, but this is rank {place[0]} of {place[1]}: "
-            "the process group was made anew; make the layout again"
-        )
-    return place
 
 
 def digest_of(table: Tensor, ranks: int) -> int:

@@ -13,6 +13,7 @@ from ...caches import LRUCache
 from ...errors import ArgumentError
 from ...operators import call_of, grads_like, results_like
 from ...types import REPLICATED_KV, ExchangeSpec, Spec, acc_dtype, in_dtype
+from ..groups import check_place, resolve_group
 from .comm_plan import SequenceShards, Transport, sequence_shards
 from .consistency import ConsistencyCheck
 from .fields import ATTENTION, PLAN_FIELDS, fields_of
@@ -20,7 +21,7 @@ from .nodes import NodeGroups, local_node
 from .plan_inputs import Plan, plan_inputs
 from .plans import make_plan
 from .pull import transport_of
-from .resharding import check_place, digest_of, resolve_group
+from .resharding import digest_of
 
 # The plan of a call, the shards of its queries and keys, and its tiles: tiles are compared by
 # identity, so they have to live as long as their key.

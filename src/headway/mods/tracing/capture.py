@@ -39,7 +39,6 @@ from .purity import (
     BY_VALUE,
     CONTAINERS,
     builtin_base,
-    data_names,
     display_name,
     has_dynamic_attributes,
     is_constant_class,
@@ -444,8 +443,9 @@ class _ReadWalker:
         self.label = name
         kind = type(value)
         if issubclass(kind, types.ModuleType) and is_constant_module(value.__name__):
-            if name in data_names(value, len(vars(value))):
-                self.follow_attribute(lookup, name, "", vars(value)[name], ("attr", name))
+            item = vars(value).get(name, len)  # its functions are not followed
+            if isinstance(item, type | types.ModuleType) or not callable(item):
+                self.follow_attribute(lookup, name, "", item, ("attr", name))
             return
         instance_dict = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
         if name in instance_dict:

@@ -75,17 +75,6 @@ def is_pure_function(fn: types.FunctionType) -> bool:
     return getattr(sys.modules.get(name), "__dict__", None) is fn.__globals__
 
 
-@functools.lru_cache(maxsize=1024)
-def data_names(module: types.ModuleType, count: int) -> frozenset[str]:
-    """Return which attributes of a module are not functions: modules, classes, values. `count`, how
-    many it has, makes the cache miss when it gets more."""
-    return frozenset(
-        name
-        for name, item in vars(module).items()
-        if isinstance(item, type | types.ModuleType) or not callable(item)
-    )
-
-
 _HEAP_TYPE = 1 << 9
 # How methods and fields in C stand in the namespace of their class.
 _DESCRIPTORS = {
