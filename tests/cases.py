@@ -209,7 +209,7 @@ def _table() -> tuple[Case, ...]:
             shape = {"std": std, "d": 64, "dv": 64, "q_len": 90, "kv_len": 90, "sink": True}
             add(f"std_{std:.0f}_{score}", "half", **shape, score=score, mask="causal")
     # Several blocks of keys, whose maxima differ by far more than what sums are rescaled for.
-    shape = {"std": 5.0, "d": 64, "dv": 64, "q_len": 150, "kv_len": 700}
+    shape = {"std": 5.0, "b": 1, "d": 64, "dv": 64, "q_len": 150, "kv_len": 700}
     add("std_5_long", "half", **shape)
     add("std_5_long_sink", "half", **shape, sink=True, mask="causal_end")
     for scale in (0.0, -0.5, 1.0, 3.0):

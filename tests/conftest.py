@@ -1,6 +1,7 @@
 """What every test gets: a seed of its own, a fixed number of threads, and files to compare with."""
 
 import difflib
+import gc
 import os
 import random
 import zlib
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         uses = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in uses])
         items[:] = uses
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: Python need not look through it for garbage, test after test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -1,5 +1,6 @@
 """Several ranks on this machine, over gloo."""
 
+import gc
 import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,8 +24,9 @@ def run_ranks(world: int, cases: tuple[Case, ...], folder: Path) -> None:
     # to end, the process dies of "terminate called without an active exception". Under load one
     # rank in some hundred did, with all its work done (pytorch/pytorch#38228, #179291).
     multiprocessing.set_forkserver_preload(
-        ["headway.optim", "headway.nn", "torch.distributed.tensor.parallel",
-         "torch.distributed.fsdp", "torch._dynamo"]
+        ["headway.optim", "headway.nn", "headway.distributed.exchange.run", "pytest",
+         "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo",
+         "torch._inductor.compile_fx"]
     )  # fmt: skip
     mp.start_processes(
         _rank,
@@ -37,6 +39,7 @@ def run_ranks(world: int, cases: tuple[Case, ...], folder: Path) -> None:
 
 def _rank(rank: int, world: int, file: str, cases: tuple[Case, ...]) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is shared, and nobody looks through it
     # A rank that fails must fail the others, not leave them waiting for it.
     limit = timedelta(minutes=5)
     dist.init_process_group(

@@ -240,12 +240,12 @@ def test_the_command_line_needs_its_extra_alone(built: dict[str, Path], tmp_path
     scripts = environment(tmp_path, built["wheel"], "cli")
     files = sorted((ROOT / "src").glob("*/cli/[a-z]*.py"))
     imports = "".join(f"import {file.parts[-3]}.cli.{file.stem}\n" for file in files)
-    code = f"{imports}headway.cli.main(['mask', 'causal()', '--length', '64'])"
-    assert "▒▒··" in run(scripts, "python", "-c", code)
+    code = f"{imports}headway.cli.main(['mask', 'causal()', '--length', '64'])\n{HELP}"
     # Of headway_lab, by their entry point; one as a command, the others in one process.
     assert "headway train" in run(scripts, "headway", "train", "--help")
     others = ("sample", "bench", "experiment")
-    helped = run(scripts, "python", "-c", HELP, *others)
+    helped = run(scripts, "python", "-c", code, *others)
+    assert "▒▒··" in helped
     for name in others:
         assert f"headway {name}" in helped
 

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -100,8 +101,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40)
-@given(
+calls = given(
     shape=shapes,
     mask=st.none() | masks,
     chain=steps,
@@ -109,7 +109,22 @@ shapes = st.fixed_dictionaries(
     p=st.sampled_from([0.0, 0.0, 0.4]),
     scale=st.sampled_from([None, 0.0, -0.3, 1.7]),
 )
-def test_any_mask_and_score(shape, mask, chain, sink, p, scale):
+
+
+@settings(max_examples=20)
+@calls
+def test_any_mask_and_score(**call):
+    check(**call)
+
+
+@pytest.mark.long
+@settings(max_examples=200)
+@calls
+def test_many_masks_and_scores(**call):
+    check(**call)
+
+
+def check(shape, mask, chain, sink, p, scale):
     b, hk, group, q_len, kv_len, d, dv = shape.values()
     if mask and type(mask[0]) is hw.causal:  # a bare one masks something out
         assume(mask[0].offset <= 0 or mask[0].offset < kv_len - 1)

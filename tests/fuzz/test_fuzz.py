@@ -8,10 +8,10 @@ from .calls import fuzz
 from .workers import case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = 300  # about 15 s, half of them in `make test`
+CASES = 300  # about 20 s, a third of them in `make test`
 
 
-@pytest.mark.parametrize("part", long_unless((0, 2, 4), range(6)))
+@pytest.mark.parametrize("part", long_unless((0, 2), range(6)))
 def test_random_calls(part):
     seeds = range(part, CASES, 6)
     failed = [made for seed in seeds if (made := case(seed, "cpu", "cpu", 0)).fails]

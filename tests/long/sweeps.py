@@ -1,4 +1,4 @@
-"""Random programs, 20,000 where `make test` has 240: half an hour."""
+"""Random programs, 20,000 where `make test` has 100: half an hour."""
 
 import pytest
 

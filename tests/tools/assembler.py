@@ -1,5 +1,7 @@
-"""From a kernel's PTX to machine code, once: Triton stops at PTX, and `assembled` goes on as it would."""
+"""From a kernel's PTX to machine code, once: Triton stops at PTX, and `assembled` goes on as it would.
+What it makes is in Triton's cache from then on."""
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -10,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
+from triton.runtime.cache import get_cache_manager
 
 
 @contextmanager
@@ -33,16 +36,23 @@ def assembled(compiled: Any) -> tuple[str, bytes]:
     """What ptxas says of a kernel, and its machine code. Raises RuntimeError with ptxas' words."""
     ptx = compiled.asm["ptx"]
     arch = re.search(r"\.target (\w+)", ptx)[1]  # type: ignore[index]
-    tool = get_ptxas(int(re.search(r"\d+", arch)[0])).path  # type: ignore[index]
+    tool = get_ptxas(int(re.search(r"\d+", arch)[0]))  # type: ignore[index]
     options = (getattr(compiled.metadata, "ptx_options", None) or "").split()
+    known = "\n".join([tool.version, *options, ptx])
+    cache = get_cache_manager(hashlib.sha256(known.encode()).hexdigest())
+    if code := cache.get_file("kernel.cubin"):
+        return Path(code).with_name("report.txt").read_text(), Path(code).read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         done = subprocess.run(
-            [tool, "-v", "-lineinfo", f"--gpu-name={arch}", *options, file,
+            [tool.path, "-v", "-lineinfo", f"--gpu-name={arch}", *options, file,
              "-o", file.with_suffix(".cubin")],
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(done.stdout + done.stderr)
-        return done.stderr, file.with_suffix(".cubin").read_bytes()
+        code = file.with_suffix(".cubin").read_bytes()
+        cache.put(done.stderr, "report.txt", binary=False)
+        cache.put(code, "kernel.cubin")
+        return done.stderr, code

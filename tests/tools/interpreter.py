@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+# Types of what is no constant of the compiler, and holds none.
+PLAIN = {
+    int, bool, float, str, type(None), core.dtype, core.pointer_type, core.block_type, core.tensor,
+}  # fmt: skip
 
 
 @contextmanager
@@ -14,8 +21,9 @@ def quicker() -> Iterator[None]:
     """Inside, the interpreter computes the same with less work.
 
     A launch replaces the functions of `triton.language` once for the globals of a function, where
-    Triton does it at every call of a device function. And integers are not computed a second time
-    to look for an overflow: outside of Triton's debug mode nobody is told of what that finds.
+    Triton does it at every call of a device function. Integers are not computed a second time to
+    look for an overflow: outside of Triton's debug mode nobody is told of what that finds. And types
+    are values: those of a name are made once, with what every tensor takes from its type.
     """
     patch: Callable[[Callable], Any] = interpreter._patch_lang
     run = interpreter.GridExecutor.__call__
@@ -32,8 +40,47 @@ def quicker() -> Iterator[None]:
         seen.clear()
         run(self, *args, **named)
 
+    unwrap, broadcast = core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value
+    block_type, tensor = core.block_type.__init__, core.tensor.__init__
+    np_dtype = interpreter._get_np_dtype
+    shapes: dict[tuple[int, ...], Any] = {}  # one object for each shape
+    types: dict[Any, dict[str, Any]] = {}  # attributes of a block type
+    tensors: dict[str, dict[str, Any]] = {}  # attributes of a tensor of a type
+    np_dtypes: dict[str, Any] = {}
+
+    def unwrapped(value: Any) -> Any:
+        return value if type(value) in PLAIN else unwrap(value)
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([unwrapped(n) for n in shape])
+        if (element_ty.name, sizes) not in types:
+            block_type(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            types[element_ty.name, sizes] = vars(self)
+        self.__dict__ = types[element_ty.name, sizes]
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            tensor(self, handle, type)
+            tensors[type.name] = vars(self)
+        self.__dict__ = {**tensors[type.name], "handle": handle, "type": type}
+
+    def of_one_shape(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        same = getattr(lhs.type, "shape", None) is getattr(rhs.type, "shape", None)
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    def as_numpy(dtype: Any) -> Any:
+        if dtype.name not in np_dtypes:
+            np_dtypes[dtype.name] = np_dtype(dtype)
+        return np_dtypes[dtype.name]
+
     assert not builder.options.debug
     with (
+        mock.patch.object(core, "_unwrap_if_constexpr", unwrapped),
+        mock.patch.object(core.block_type, "__init__", init_block_type),
+        mock.patch.object(core.tensor, "__init__", init_tensor),
+        mock.patch.object(TritonSemantic, "broadcast_impl_value", of_one_shape),
+        mock.patch.object(interpreter, "_get_np_dtype", as_numpy),
         mock.patch.object(interpreter, "_patch_lang", once),
         mock.patch.object(interpreter.GridExecutor, "__call__", launch),
         mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)),

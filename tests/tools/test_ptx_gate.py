@@ -167,6 +167,7 @@ def test_a_name_that_no_backend_has_is_an_error():
     assert "LookupError: no module of headway.backends has a function two_pass" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_all_launches_of_a_call_are_compiled():
     code = "from ptx_gate import KINDS, compiled\n"
