@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headway as hw
 from headway import backends
-from headway.compat import flash
+from headway.compat.flash_sequences import Side, pack
 from headway.resolve import prepare
 from headway.types import Coords
 
@@ -104,8 +104,9 @@ def packed(q: int, kv: int, device: str) -> Captured:
     of = _of(None, (cu_q, lambda: cuts(q)), (cu_k, lambda: cuts(kv)))
 
     def spans() -> Any:
-        with mock.patch.object(flash, "_check_lengths"):  # on a GPU nobody reads them
-            return flash._spans(cu_q, cu_k, (q, kv), (q, kv), (30, 0))[0]
+        with mock.patch.object(Side, "check_lengths"):  # on a GPU nobody reads them
+            sides = Side("q", q, cu_q, None), Side("k", kv, cu_k, None)
+            return pack(*sides, cu_q.device, (30, 0), 0).mask
 
     return of._replace(mask=spans, made_by_call=True)
 

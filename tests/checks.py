@@ -13,6 +13,7 @@ from torch import Tensor
 import headway as hw
 import oracle
 from cases import Case, Problem, problem
+from memory_order import same_order
 
 _NARROW = (torch.bfloat16, torch.float16)
 _TENSOR_CORES = ("triton", "hopper")
@@ -212,6 +213,7 @@ def run(
         dropout=case.dropout, seed=given.seed if case.dropout else None, backend=backend,
     )  # fmt: skip
     values = made._asdict() if stats else {"out": made}
+    assert same_order(given.q, values["out"]), (given.q.stride(), values["out"].stride())
     grads = gradients(given, values["out"], values.get("lse"))
     return {name: x.detach() for name, x in values.items()} | grads
 

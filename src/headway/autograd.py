@@ -19,7 +19,9 @@ from .backends.base import Call, CallSignature
 from .blocks import Tiles
 from .errors import BackendRefused
 from .flops import register_flops
+from .memory_order import in_order_of
 from .operators import (
+    as_promised,
     backward,
     backward_op,
     call_of,
@@ -49,8 +51,9 @@ def _forward_operator(spec: str, *inputs: Any) -> Forward:
     if torch.is_grad_enabled() and _any_learns(_inputs(call)):
         parsed = Spec.parse(spec)
         out, *stats = attention(parsed, call)
-        return Forward(in_dtype(out, parsed.out_dtype(call.q.dtype)), *stats)
-    return Forward(*[x.contiguous() for x in forward(spec, *inputs)])
+        out = in_dtype(out, parsed.out_dtype(call.q.dtype))
+        return as_promised(call.q, Forward(out, *stats))
+    return as_promised(call.q, forward(spec, *inputs))
 
 
 library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
@@ -96,6 +99,7 @@ class _Attention(torch.autograd.Function):
         runner, *tensors = inputs
         exact_out, lse, *others = runner.forward(*tensors)
         same = exact_out.dtype == runner.out_dtype
+        exact_out = in_order_of(tensors[0], exact_out)
         out = exact_out if same else exact_out.to(runner.out_dtype)
         if type(runner) is _Direct:  # what passes through autograd costs time
             runner.others[:] = exact_out, *others
@@ -410,7 +414,13 @@ def infer(spec: Spec, call: Call) -> Forward:
             )
             warn_traced()
         return Forward(*infer_op(spec.text, *flat_kv(call)))
-    return get(spec.backend).infer(spec, call)
+    return _run_backend(get(spec.backend).infer, spec, call)
+
+
+def _run_backend(run: Callable[[Spec, Call], Forward], spec: Spec, call: Call) -> Forward:
+    """Return the results of a backend, with out in the memory order of q."""
+    out, *stats = run(spec, call)
+    return Forward(in_order_of(call.q, out), *stats)
 
 
 def _attention_direct(spec: Spec, call: Call) -> Forward:
@@ -422,7 +432,7 @@ def _attention_direct(spec: Spec, call: Call) -> Forward:
         signature.trained if signature is not None else _any_learns([q, k, v, sink, *score_tensors])
     )
     if not (trained and torch.is_grad_enabled()):
-        return get(spec.backend).forward(spec, call)
+        return _run_backend(get(spec.backend).forward, spec, call)
     if any(map(is_wrapped, (q, k, v, *score_tensors))):  # by a transform that has ended
         return _attention_by_operators(spec, call)
     register_flops()
@@ -470,7 +480,7 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     )
     if not trained:
         out, *stats = runner.forward(*inputs)
-        return Forward(in_dtype(out, out_dtype), *stats[:3])
+        return Forward(in_dtype(in_order_of(q, out), out_dtype), *stats[:3])
     if compiling:
         inputs = _without_repeats(inputs)
     else:

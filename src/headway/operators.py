@@ -17,6 +17,7 @@ from .backends import get
 from .backends.base import Call
 from .blocks import Tiles, check_tiles
 from .dropout import draw_seed, seed_not_saved
+from .memory_order import exactly_in_order_of, new_in_order_of
 from .types import KV, NAMESPACE, Captured, Coords, Forward, Spec, acc_dtype
 
 _INPUTS = (
@@ -112,16 +113,22 @@ def _draw_seed(device: torch.device) -> Tensor:
 library.impl("draw_seed", _draw_seed, "CompositeImplicitAutograd")
 
 
-# The operators return contiguous tensors, as their fakes promise. The functions above do not: they
-# would copy a model's transposed heads a second time.
+# The operators return out in the memory order of q and contiguous tensors, as their fakes promise.
+# The functions above need not: they would copy a model's transposed heads a second time.
+
+
+def as_promised(q: Tensor, results: Forward) -> Forward:
+    """Return the results of a forward with the strides of its fake."""
+    out, *stats = results
+    return Forward(exactly_in_order_of(q, out), *[x.contiguous() for x in stats])
 
 
 def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
     return [g.contiguous() for g in backward(spec, *inputs)]
 
 
-def _infer_operator(spec: str, *inputs: Any) -> Forward:
-    return Forward(*[x.contiguous() for x in infer(spec, *inputs)])
+def _infer_operator(spec: str, q: Tensor, *inputs: Any) -> Forward:
+    return as_promised(q, infer(spec, q, *inputs))
 
 
 def results_like(spec: str, q: Tensor, v: Tensor, rows: int) -> Forward:
@@ -130,7 +137,7 @@ def results_like(spec: str, q: Tensor, v: Tensor, rows: int) -> Forward:
     b, hq, q_len, _ = q.shape
     acc = acc_dtype(q.dtype)
     return Forward(
-        q.new_empty((b, hq, q_len, v.shape[3]), dtype=parsed.out_dtype(q.dtype)),
+        new_in_order_of(q, (b, hq, q_len, v.shape[3]), parsed.out_dtype(q.dtype)),
         q.new_empty((b, hq, q_len), dtype=acc),
         q.new_empty((rows, hq) if parsed.max_logit else (0,), dtype=acc),
         q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),

@@ -15,6 +15,7 @@ from .blocks import BlockMask
 from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .errors import ArgumentError
+from .memory_order import new_in_order_of
 from .types import KV, Forward, Request
 
 
@@ -209,9 +210,11 @@ class Sharded:
         shape = torch.Size([
             self.sizes[n] if Shard(n) in places else size for n, size in enumerate(result.shape)
         ])  # fmt: skip
-        stride = torch.empty(shape, device="meta", dtype=result.dtype).stride()
+        whole = torch.empty(shape, device="meta", dtype=result.dtype)
+        if result.dim() == 4:
+            whole = new_in_order_of(result, shape, result.dtype, "meta")
         return DTensor.from_local(
-            result, self.mesh, places, run_check=False, shape=shape, stride=stride
+            result, self.mesh, places, run_check=False, shape=shape, stride=whole.stride()
         )
 
 

@@ -178,8 +178,8 @@ def fixed(number: Any) -> float:
 
 def surely(condition: Any) -> bool:
     """Return whether a condition on sizes holds, False where a compiler cannot know it."""
-    if not torch.compiler.is_compiling():
-        return bool(condition)
+    if not torch.compiler.is_compiling() and type(condition) is bool:
+        return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)

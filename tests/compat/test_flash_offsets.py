@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import headway as hw
 from headway import caches
-from headway.compat import flash
+from headway.compat import flash, flash_sequences
 
 TOTAL = 270  # more than one tile
 
@@ -110,28 +110,28 @@ def test_offsets_made_in_inference_mode_train(mode):
 @pytest.mark.parametrize("one", [True, False], ids=["one tensor", "two"])
 def test_nothing_is_kept_of_offsets_that_are_gone(one):
     q = torch.zeros(TOTAL, 1, 1)
-    before = len(flash._known)
+    before = len(flash_sequences._known)
     gone = []
     for _ in range(6):
         cu_q = torch.tensor(cuts(), dtype=torch.int32)
         cu_k = cu_q if one else cu_q.clone()
         call(q, cu_q, cu_k, (3, 0))
         gone += weakref.ref(cu_q), weakref.ref(cu_k)
-        gone.append(weakref.ref(flash._known.values()[-1][2][0].first))
+        gone.append(weakref.ref(flash_sequences._known.values()[-1][2].mask.first))
     del cu_q, cu_k
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
-    assert len(flash._known) <= before
+    assert len(flash_sequences._known) <= before
 
 
 def test_of_a_buffer_one_version_is_kept():
     q, offsets = torch.zeros(TOTAL, 1, 1), torch.tensor(cuts(), dtype=torch.int32)
     call(q, offsets, offsets)
-    before = len(flash._known)
+    before = len(flash_sequences._known)
     for _ in range(6):
         offsets.copy_(torch.tensor(cuts()))
         call(q, offsets, offsets)
-    assert len(flash._known) == before
+    assert len(flash_sequences._known) == before
 
 
 def test_refusals_are_those_of_what_is_written_now():
@@ -165,15 +165,16 @@ class Readers(TorchDispatchMode):
 def test_a_capture_finds_and_leaves_nothing():
     """All that a captured call makes of offsets is made by operators in the graph, from them."""
     q, offsets = torch.randn(TOTAL, 2, 8), torch.tensor(cuts(), dtype=torch.int32)
-    spans = lambda: flash._spans(offsets, offsets, (TOTAL,) * 2, (TOTAL,) * 2, (None, 0))
+    sides = [flash_sequences.Side(x, TOTAL, offsets, None, 0, TOTAL) for x in "qk"]
+    spans = lambda: flash_sequences.pack(*sides, offsets.device, (None, 0), 0)
     call(q, offsets, offsets)
-    known, known_size = spans(), len(flash._known)
+    known, known_size = spans(), len(flash_sequences._known)
     assert spans() is known
-    with mock.patch.object(flash, "_check_lengths"), Readers(offsets) as plain:
+    with mock.patch.object(flash_sequences.Side, "check_lengths"), Readers(offsets) as plain:
         spans()
     with (
         mock.patch.object(caches, "capturing", return_value=True),
-        mock.patch.object(flash, "_check_lengths"),  # on a GPU nobody reads them
+        mock.patch.object(flash_sequences.Side, "check_lengths"),  # on a GPU nobody reads them
     ):
         counts, made = [], []
         for _ in range(2):
@@ -181,9 +182,9 @@ def test_a_capture_finds_and_leaves_nothing():
                 made.append(spans())
             counts.append(readers.count)
     assert counts[0] == counts[1] > plain.count
-    tensors = [t for mask, diagonal in made for t in (mask.first, mask.last, diagonal)]
+    tensors = [t for x in made for t in (x.mask.first, x.mask.last, x.diagonal)]
     assert len({t.data_ptr() for t in tensors}) == 6
-    assert len(flash._known) == known_size
+    assert len(flash_sequences._known) == known_size
     assert spans() is known
 
 
@@ -191,6 +192,6 @@ def test_clearing_the_caches_forgets_offsets():
     """As after a write on a GPU that no counter tells of."""
     q, offsets = torch.randn(TOTAL, 2, 8), torch.tensor(cuts(), dtype=torch.int32)
     call(q, offsets, offsets)
-    assert len(flash._known)
+    assert len(flash_sequences._known)
     hw.clear_block_cache()
-    assert not len(flash._known)
+    assert not len(flash_sequences._known)

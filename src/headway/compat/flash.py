@@ -2,38 +2,25 @@
 
     from headway.compat.flash import flash_attn_func, flash_attn_varlen_func
 
-Signatures of flash-attn 2, with FlashAttention-4's `learnable_sink` as a keyword. Beyond it: any
-dtype, width and device, gradients of `alibi_slopes` and sinks, and a differentiable log-sum-exp
-(flash-attn 2 and 3 drop its gradient in silence).
+Signatures of flash-attn 2, with FlashAttention-4's `learnable_sink` as a keyword;
+`headway.compat.flash3` and `flash4` have those of the later ones. Beyond it: any dtype, width and
+device, gradients of `alibi_slopes` and sinks, and a differentiable log-sum-exp (flash-attn 2 and 3
+drop its gradient in silence).
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..caches import TensorCache
-from ..errors import ArgumentError
-from ..mods import Mask
-from ..mods import causal as lower_right
-from ..mods.base import Both, MaskFn, Not, value
-from ..run import run, run_out
-from ..types import Request
-from .errors import CallError, NotSupported
+from .errors import NotSupported
+from .flash_attend import attend, side_of
 from .flash_cache import flash_attn_combine as flash_attn_combine
 from .flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
-from .flash_parts import Window, Words, check_dense, heads_swapped, limits_of, score_of, words_of
+from .flash_pages import attend_rows
+from .flash_parts import FLASH_2, FlashOptions, Window, check_axes, flag, options_of, unpack
 
-
-@value
-class span(Mask):
-    """`first[i] <= j <= last[i]`: every query sees one stretch of keys."""
-
-    first: Tensor
-    last: Tensor
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        return (kv_idx >= self.first[q_idx]) & (kv_idx <= self.last[q_idx])
+_DENSE = "(b, length, heads, width)"
+_PACKED = "(total, heads, width)"
 
 
 def flash_attn_func(
@@ -56,7 +43,8 @@ def flash_attn_func(
     **Arguments:**
 
     - `causal`: the last query sees the last key (bottom-right).
-    - `window_size`: `(left, right)` keys around each query's diagonal; -1 or None means no limit.
+    - `window_size`: `(left, right)` keys around each query's diagonal; a negative number or None
+      means no limit.
     - `softcap`: `cap · tanh(score / cap)`; 0.0 is none.
     - `alibi_slopes`: `(hq,)` or `(b, hq)`; adds `-slope · |i + kv_len - q_len - j|`.
     - `deterministic`: bit-equal gradients run after run.
@@ -64,17 +52,18 @@ def flash_attn_func(
       in place of the probabilities, which are never made (refused together with dropout).
     - `learnable_sink`: `(hq,)`, a logit that joins the softmax and has no value.
 
-    **Returns:** `(b, q_len, hq, dv)`; with `return_attn_probs` `(out, lse, None)`.
+    **Returns:** `(b, q_len, hq, dv)`, contiguous; with `return_attn_probs` `(out, lse, None)`.
 
     **Raises:** `RuntimeError` (also an `ArgumentError`).
     """
-    _check((q, k, v), ("b", "length", "heads", "width"))
-    words = words_of(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
-    offset = k.shape[1] - q.shape[1]
-    mask = _mask(limits_of(words.causal, window_size), offset)
-    score = score_of(words.softcap, alibi_slopes, offset, q.shape[0], q.shape[2])
-    out, lse = _attend(q, k, v, score, mask, learnable_sink, words)
-    return out if lse is None else (out, lse, None)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_axes(name, x, _DENSE)
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, learnable_sink,
+    )  # fmt: skip
+    out, lse, _ = attend(q, k, v, options)
+    return (out, lse, None) if options.want_lse else out
 
 
 def flash_attn_qkvpacked_func(
@@ -89,7 +78,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of `qkv` `(b, length, 3, h, d)`."""
-    q, k, v = _unpack("qkv", qkv, 3)
+    q, k, v = unpack("qkv", qkv, 3, "(b, length, 3, heads, width)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -109,7 +98,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """`flash_attn_func` of `q` `(b, q_len, hq, d)` and `kv` `(b, kv_len, 2, hk, d)`."""
-    k, v = _unpack("kv", kv, 2)
+    k, v = unpack("kv", kv, 2, "(b, length, 2, heads, width)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
@@ -143,146 +132,87 @@ def flash_attn_varlen_func(
 
     **Arguments:** as `flash_attn_func`, and
 
-    - `cu_seqlens_q`, `cu_seqlens_k`: int `(sequences + 1,)`, from 0 to the totals. You may write to
-      them between replays of a CUDA graph, whose calls visit every tile.
+    - `cu_seqlens_q`, `cu_seqlens_k`: int `(sequences + 1,)`, from 0 to at most the totals. You may
+      write to them between replays of a CUDA graph, whose calls visit every tile.
     - `max_seqlen_q`, `max_seqlen_k`: no sequence is longer; not needed, but checked on CPU.
-    - `block_table`: paged keys; refused.
-    - `alibi_slopes`: `(hq,)`; one set per sequence is refused.
+    - `block_table`: int32 `(sequences, max_pages)`; k and v are then pages `(pages, page, hk, ·)`,
+      and sequence n has `cu_seqlens_k[n + 1] - cu_seqlens_k[n]` keys. Where something is trained,
+      the pages are copied.
+    - `alibi_slopes`: `(hq,)` or `(sequences, hq)`.
 
     **Returns:** `(total_q, hq, dv)`; with `return_attn_probs` `(out, lse, None)`, lse
-    `(hq, total_q)`.
+    `(hq, total_q)`. Tokens after the last sequence get 0.
     """
-    if block_table is not None:
-        raise NotSupported("block_table: paged keys are not supported; pass k and v packed")
-    _check((q, k, v), ("total", "heads", "width"))
-    words = words_of(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
-    if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
-        raise NotSupported("alibi_slopes per sequence are not supported; pass (heads,)")
-    _check_offsets("q", cu_seqlens_q, q)
-    _check_offsets("k", cu_seqlens_k, k)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise CallError(
-            f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k "
-            f"{tuple(cu_seqlens_k.shape)} count different numbers of sequences"
-        )
-    limits = limits_of(words.causal, window_size)
-    sizes = (q.shape[0], k.shape[0]), (max_seqlen_q, max_seqlen_k)
-    mask, diagonal = _spans(cu_seqlens_q, cu_seqlens_k, *sizes, limits)
-    score = score_of(words.softcap, alibi_slopes, diagonal, 1, q.shape[1])
-    out, lse = _attend(q[None], k[None], v[None], score, mask, learnable_sink, words)
-    return out[0] if lse is None else (out[0], lse[0], None)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, sink: Tensor | None, words: Words
-) -> tuple[Tensor, Tensor | None]:
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    request = Request(
-        q, k, v, score, mask, scale=words.scale, sink=sink, dropout=words.dropout,
-        deterministic=words.deterministic,
+    check_axes("q", q, _PACKED)
+    for name, x in (("k", k), ("v", v)):
+        check_axes(name, x, _PACKED if block_table is None else "(pages, page, heads, width)")
+    options = _options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, learnable_sink,
     )  # fmt: skip
-    try:
-        out, lse = run(request)[:2] if words.want_lse else (run_out(request), None)
-    except ArgumentError as error:
-        raise CallError(f"{error}{heads_swapped(q, k, sink)}") from error
-    return out.transpose(1, 2), lse
+    q_side = side_of("q", q, cu_seqlens_q, None, max_seqlen_q)
+    out, lse, _ = attend_rows(
+        q, k, v, q_side, (cu_seqlens_k, None, max_seqlen_k), block_table, options
+    )
+    return (out, lse, None) if options.want_lse else out
 
 
-# -- masks and scores -----------------------------------------------------------------------------
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of `qkv` `(total, 3, h, d)`."""
+    q, k, v = unpack("qkv", qkv, 3, "(total, 3, heads, width)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
-def _mask(limits: tuple[int | None, int | None], offset: int) -> MaskFn | None:
-    left, right = limits
-    mask: MaskFn | None = None if right is None else lower_right(offset + right)
-    if left is not None:
-        in_window = Not(lower_right(offset - left - 1))
-        mask = in_window if mask is None else Both(mask, in_window)
-    return mask
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` of `q` `(total_q, hq, d)` and `kv` `(total_k, 2, hk, d)`."""
+    k, v = unpack("kv", kv, 2, "(total, 2, heads, width)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
-def _stamp(offsets: Tensor) -> Any:
-    """Return the offsets, where reading them waits for nothing or no writes are counted."""
-    if offsets.is_cpu or offsets.is_inference():
-        return offsets.tolist()
-    return offsets._version
-
-
-_known: TensorCache[tuple[Mask, Tensor]] = TensorCache(64, _stamp)
-
-
-def _spans(
-    cu_q: Tensor, cu_k: Tensor, totals: tuple[int, int], longest: tuple[int, int],
-    limits: tuple[int | None, int | None],
-) -> tuple[Mask, Tensor]:  # fmt: skip
-    """Return the keys that each packed query sees, and the one on its diagonal, from a cache."""
-    if torch.compiler.is_compiling():
-        return _new_spans(cu_q, cu_k, totals[0], limits)
-
-    def checked_spans() -> tuple[Mask, Tensor]:
-        for name, offsets, total, most in zip("qk", (cu_q, cu_k), totals, longest, strict=True):
-            if offsets.is_cpu:
-                _check_lengths(name, offsets, total, most)
-        with torch.inference_mode(False):  # fit to be saved for a backward, and to be cached
-            return _new_spans(cu_q, cu_k, totals[0], limits)
-
-    limits_checked = tuple(map(int, longest)) if cu_q.is_cpu else None
-    return _known.of((cu_q, cu_k), (totals, limits_checked, limits), checked_spans)
-
-
-def _new_spans(
-    cu_q: Tensor, cu_k: Tensor, total_q: int, limits: tuple[int | None, int | None]
-) -> tuple[Mask, Tensor]:
-    cu_q, cu_k = cu_q.long(), cu_k.long()
-    token = torch.arange(total_q, device=cu_q.device)
-    n = torch.searchsorted(cu_q[1:].contiguous(), token, right=True).clamp(max=cu_q.shape[0] - 2)
-    first_key, last_key = cu_k[n], cu_k[n + 1] - 1
-    diagonal = token - cu_q[n + 1] + cu_k[n + 1]  # the last query of a sequence meets its last key
-    left, right = limits
-    if left is not None:
-        first_key = torch.maximum(first_key, diagonal - left)
-    if right is not None:
-        last_key = torch.minimum(last_key, diagonal + right)
-    # Queries after the last sequence see nothing.
-    last_key = torch.where(token < cu_q[-1], last_key, -1)
-    return span(first_key, last_key), diagonal
-
-
-# -- checks ---------------------------------------------------------------------------------------
-
-
-def _check(qkv: tuple, axes: tuple[str, ...]) -> None:
-    for name, x in zip("qkv", qkv, strict=True):
-        check_dense(**{name: x})
-        if not isinstance(x, Tensor) or x.dim() != len(axes):
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise CallError(f"{name} must be ({', '.join(axes)}), got {got}")
-
-
-def _check_offsets(name: str, offsets: Any, x: Tensor) -> None:
-    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
-        raise CallError(f"cu_seqlens_{name} must be an int tensor (sequences + 1,)")
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise CallError(f"cu_seqlens_{name} must be int32, got {offsets.dtype}")
-    if offsets.device != x.device:
-        raise CallError(f"cu_seqlens_{name} is on {offsets.device}, {name} on {x.device}")
-
-
-def _check_lengths(name: str, offsets: Tensor, total: int, longest: int) -> None:
-    lengths = offsets.diff()
-    if int(offsets[0]) or int(offsets[-1]) != total or bool((lengths < 0).any()):
-        raise CallError(
-            f"cu_seqlens_{name} must rise from 0 to {total}, the length of {name}, got "
-            f"{offsets.tolist() if len(offsets) < 12 else (int(offsets[0]), int(offsets[-1]))}"
+def _options(
+    dropout: Any, scale: Any, causal: Any, window: Any, softcap: Any, slopes: Any,
+    deterministic: Any, probabilities: Any, sink: Any,
+) -> FlashOptions:  # fmt: skip
+    options = options_of(
+        FLASH_2, scale, causal, window, softcap, deterministic, dropout, slopes=slopes, sink=sink,
+        want_lse=flag("return_attn_probs", probabilities),
+    )  # fmt: skip
+    if options.want_lse and options.dropout:
+        raise NotSupported(
+            "return_attn_probs with dropout asks for the dropped probabilities, which are never "
+            "made; the log-sum-exp is the same with dropout_p=0.0"
         )
-    if int(lengths.max()) > longest:
-        raise CallError(
-            f"max_seqlen_{name}={longest}, but the longest sequence has {int(lengths.max())}"
-        )
-
-
-def _unpack(name: str, x: Any, parts: int) -> tuple[Tensor, ...]:
-    check_dense(**{name: x})
-    if not isinstance(x, Tensor) or x.dim() != 5 or x.shape[2] != parts:
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise CallError(f"{name} must be (b, length, {parts}, heads, width), got {got}")
-    return x.unbind(2)
+    return options

@@ -6,14 +6,27 @@ import torch
 from torch import Tensor
 
 from .. import inference
-from ..arguments import shown
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods import causal as lower_right
-from ..mods.base import Both, MaskFn, value
+from ..mods.base import value
 from ..nn.rotary import Angles, Rotary
 from .errors import CallError, NotSupported
-from .flash_parts import Window, check_dense, flag, limits_of, number, score_of
+from .flash_attend import Results, both, same_chunk, side_of
+from .flash_parts import (
+    FLASH_2,
+    FlashOptions,
+    Window,
+    check_axes,
+    check_dense,
+    check_tuning,
+    count,
+    flag,
+    number,
+    options_of,
+    score_of,
+    shown,
+)  # fmt: skip
 
 
 @value
@@ -109,35 +122,45 @@ def flash_attn_with_kvcache(
     **Returns:** `(b, q_len, hq, dv)` or `(tokens, hq, dv)`; with `return_softmax_lse` also the
     log-sum-exp `(b, hq, q_len)` or `(hq, tokens)`.
 
-    **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for `qv` and
-    `attention_chunk`.
+    - `attention_chunk`: a query sees the keys of its own chunk of so many alone; 0: no chunks.
+
+    **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for `qv`.
     """
-    _refuse(qv, attention_chunk)
+    if qv is not None:
+        raise NotSupported(
+            "qv: give q and qv as one, torch.cat((qv, q), -1), over one cache of (latent, rotary) "
+            "whose first columns are the values: headway.inference.attention"
+        )
+    check_tuning(FLASH_2, num_splits, pack_gqa, sm_margin)
+    chunk = count("attention_chunk", attention_chunk)
     check_dense(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     _check_places(rotary_cos, rotary_sin, cache_batch_idx)
-    is_causal, want_lse = flag("causal", causal), flag("return_softmax_lse", return_softmax_lse)
+    options = options_of(
+        FLASH_2, softmax_scale, causal, window_size, softcap, False, chunk=chunk,
+        slopes=alibi_slopes, sink=learnable_sink,
+    )  # fmt: skip
+    want_lse = flag("return_softmax_lse", return_softmax_lse)
     packed = cu_seqlens_q is not None
     axes = "(tokens, heads, width)" if packed else "(b, length, heads, width)"
-    if not isinstance(q, Tensor) or q.dim() != (3 if packed else 4):
-        raise CallError(f"q must be {axes}, got {_shown(q)}")
+    check_axes("q", q, axes)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            raise CallError(f"{name} must be (rows, length, heads, width), got {_shown(x)}")
+        check_axes(name, x, "(rows, length, heads, width)")
+    if packed and max_seqlen_q is None:
+        max_seqlen_q = q.shape[0]
     b = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
     pages = _table(block_table, page_table, cache_batch_idx, b)
     lengths = _lengths(cache_seqlens, b, k_cache, pages)
-    limits = limits_of(is_causal, window_size)
     if rotary_cos is not None and rotary_sin is not None:
         capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
         if rotary_cos.shape[0] < capacity or rotary_sin.shape != rotary_cos.shape:
-            sizes = f"{_shown(rotary_cos)} and {_shown(rotary_sin)}"
+            sizes = f"{shown(rotary_cos)} and {shown(rotary_sin)}"
             raise CallError(
                 "rotary_cos and rotary_sin must be (positions, rotary / 2) with at least the "
                 f"{capacity} positions of the cache, got {sizes}"
             )
         base = lengths if rotary_seqlens is None else rotary_seqlens
         turn = _Turn(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved))
-        moving = limits != (None, None)
+        moving = options.limits != (None, None)
         q = turn(q, base, cu_seqlens_q, moving)
         k = None if k is None else turn(k, base, cu_seqlens_k_new, True)
     if k is not None and v is not None:
@@ -146,25 +169,39 @@ def flash_attn_with_kvcache(
         raise CallError("k and v go together: new keys without values, or values without keys")
     if q_descale is not None:
         q = _descaled(q, q_descale, cu_seqlens_q)
-    mask: MaskFn | None = None
+    out, lse, _ = attend_cache(
+        q, k_cache, v_cache, options, lengths, pages, cu_seqlens_q, max_seqlen_q, cache_leftpad,
+        k_descale, v_descale,
+    )  # fmt: skip
+    return (out, lse) if want_lse else out
+
+
+def attend_cache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: FlashOptions, lengths: Tensor,
+    pages: Tensor | None, cu_q: Tensor | None, max_q: int | None, leftpad: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Results:  # fmt: skip
+    """Attend over a cache: the queries are the last positions of their rows. Without a gradient,
+    and without dropout and functions of the caller."""
+    limits, mask = options.limits, None
     if limits != (None, None):
         mask = lower_right() if limits == (None, 0) else within(*limits)
-    if cache_leftpad is not None:
-        mask = begins(cache_leftpad) if mask is None else Both(mask, begins(cache_leftpad))
-    score = score_of(float(number("softcap", softcap)), alibi_slopes, 0, b, q.shape[-2])
-    heads_first = (q[None] if packed else q).transpose(1, 2)
+    if options.chunk:
+        mask = both(mask, same_chunk(options.chunk, 0))
+    if leftpad is not None:
+        mask = both(mask, begins(leftpad))
+    score = score_of(options.softcap, options.slopes, 0, lengths.shape[0], q.shape[-2])
+    heads_first = (q if cu_q is None else q[None]).transpose(1, 2)
     try:
-        out, lse, _ = inference.attention_with_stats(
+        out, lse, max_logit = inference.attention_with_stats(
             heads_first, k_cache.transpose(1, 2), v_cache.transpose(1, 2), score, mask,
-            lengths=lengths, page_table=pages, cu_q=cu_seqlens_q, max_q=max_seqlen_q,
-            scale=softmax_scale, sink=learnable_sink, k_scale=k_descale, v_scale=v_descale,
+            lengths=lengths, page_table=pages, cu_q=cu_q, max_q=max_q, scale=options.scale,
+            sink=options.sink, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
     except ArgumentError as error:
         raise CallError(str(error)) from error
-    out = out.transpose(1, 2)
-    if packed:
-        out, lse = out[0], lse[0]
-    return (out, lse) if want_lse else out
+    out = out.transpose(1, 2).contiguous()
+    return Results(out, lse, max_logit) if cu_q is None else Results(out[0], lse[0], max_logit)
 
 
 def flash_attn_combine(
@@ -172,7 +209,11 @@ def flash_attn_combine(
     lse_partial: Tensor,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Attention over all keys from partial results over disjoint ones.
 
     **Arguments:**
@@ -180,20 +221,61 @@ def flash_attn_combine(
     - `out_partial`: `(splits, b, length, heads, dv)` or `(splits, tokens, heads, dv)`, and
       `lse_partial` without the last dimension: natural logarithms, -inf where nothing was seen.
     - `out`: where to write; `out_dtype`: of the result, that of `out_partial` if None.
+    - `cu_seqlens`, `seqused`: which tokens there are, as in `flash_attn_varlen_func`. The others
+      get 0, with a log-sum-exp of -inf; in `out` they stay as they are.
+    - `virtual_batch_idx`: the order in which a kernel takes the rows, `(b,)`; no result depends on
+      it.
 
-    **Returns:** out and the log-sum-exp of all.
+    **Returns:** out and the log-sum-exp of all, None unless `return_lse`.
     """
+    axes = "(splits, b, length, heads, width)", "(splits, tokens, heads, width)"
+    check_axes("out_partial", out_partial, *axes)
+    check_axes("lse_partial", lse_partial, *[text.replace(", width", "") for text in axes])
     if out_partial.shape[:-1] != lse_partial.shape:
         raise CallError(
             f"lse_partial must be {tuple(out_partial.shape[:-1])}, got {tuple(lse_partial.shape)}"
         )
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise CallError(f"out must be {tuple(out_partial.shape[1:])}, got {tuple(out.shape)}")
     lse = torch.logsumexp(lse_partial.float(), 0)
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp()
-    merged = (weights[..., None] * out_partial.float()).sum(0)
+    # A weight of 0 hides what lies there: a kernel may not have written it.
+    parts = out_partial.float().masked_fill(weights[..., None] == 0, 0)
+    merged = (weights[..., None] * parts).sum(0)
+    if virtual_batch_idx is not None:
+        _check_order(virtual_batch_idx, cu_seqlens, lse)
+    if cu_seqlens is not None or seqused is not None:
+        exists = _tokens_there(lse, cu_seqlens, seqused)[..., None]
+        lse = torch.where(exists, lse, -torch.inf)
+        absent = 0.0 if out is None else out.float()
+        merged = torch.where(exists[..., None], merged, absent)
     dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
-    if out is None:
-        return merged.to(dtype), lse
-    return out.copy_(merged), lse
+    merged = merged.to(dtype) if out is None else out.copy_(merged)
+    return merged, lse if flag("return_lse", return_lse) else None
+
+
+def _tokens_there(lse: Tensor, cu: Tensor | None, used: Tensor | None) -> Tensor:
+    """Return which tokens sequences have, in the shape of lse without heads."""
+    side = side_of("q", lse[..., None], cu, used)
+    side.check(lse.device)
+    if not torch.compiler.is_compiling():
+        side.check_lengths()
+    starts, counts = side.starts_and_counts(lse.device)
+    row = side.rows_of_tokens(lse.device)
+    token = torch.arange(side.tokens, device=lse.device)
+    return (token - starts[row] < counts[row]).view(lse.shape[:-1])
+
+
+def _check_order(order: Tensor, cu: Tensor | None, lse: Tensor) -> None:
+    """Check that every row of a batch is taken once, where the host can read it."""
+    rows = lse.shape[0] if cu is None else cu.shape[0] - 1
+    fits = isinstance(order, Tensor) and tuple(order.shape) == (rows,)
+    if fits and order.is_cpu and not torch.compiler.is_compiling():
+        fits = sorted(order.tolist()) == list(range(rows))
+    if not fits:
+        raise CallError(
+            f"virtual_batch_idx must hold every row, 0 to {rows - 1}, once, got {shown(order)}"
+        )
 
 
 class _Turn:
@@ -291,7 +373,7 @@ def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> An
     if page_table is None:
         return rows.to(torch.int32)[:, None]
     if not isinstance(page_table, Tensor) or page_table.dim() != 2:
-        raise CallError(f"page_table must be (rows, max_pages), got {_shown(page_table)}")
+        raise CallError(f"page_table must be (rows, max_pages), got {shown(page_table)}")
     row_count = page_table.shape[0]
     exists = (rows >= 0) & (rows < row_count)
     if rows.is_cpu and not torch.compiler.is_compiling() and not bool(exists.all()):
@@ -320,31 +402,14 @@ def _descaled(q: Tensor, scale: Tensor, cu: Tensor | None) -> Tensor:
     return (q * of_heads[row][..., None]).to(q.dtype)
 
 
-def _refuse(qv: Any, chunk: Any) -> None:
-    if qv is not None:
-        raise NotSupported(
-            "qv: give q and qv as one, torch.cat((qv, q), -1), over one cache of (latent, rotary) "
-            "whose first columns are the values: headway.inference.attention"
-        )
-    if chunk:
-        raise NotSupported(
-            f"attention_chunk={chunk}: call headway.inference.attention with "
-            f"mask=headway.causal() & headway.chunked({chunk})"
-        )
-
-
 def _check_places(cos: Any, sin: Any, idx: Any) -> None:
     """Refuse what flash-attn 3 has in these places."""
     for name, x, dims in (("rotary_cos", cos, 2), ("rotary_sin", sin, 2),
                           ("cache_batch_idx", idx, 1)):  # fmt: skip
         if x is not None and (not isinstance(x, Tensor) or x.dim() != dims):
             raise CallError(
-                f"{name} must be a tensor of {dims} dimensions, got {_shown(x)}. These are "
+                f"{name} must be a tensor of {dims} dimensions, got {shown(x)}. These are "
                 "flash-attn 2's places; name what you pass after v"
             )
     if (cos is None) != (sin is None):
         raise CallError("rotary_cos and rotary_sin go together")
-
-
-def _shown(x: Any) -> str:
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__

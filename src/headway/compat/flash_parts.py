@@ -1,6 +1,8 @@
-"""What FlashAttention's functions share: scores, limits, and the kinds of their arguments."""
+"""What the drop-ins for FlashAttention share: a call in words that all its versions have."""
 
+import inspect
 import operator
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -11,54 +13,109 @@ from .. import arguments
 from ..errors import ArgumentError
 from ..mods import Score
 from ..mods import softcap as capped
-from ..mods.base import Then, value
+from ..mods.base import MaskFn, ScoreFn, Then, value
 from ..types import as_bool
 from .errors import CallError, NotSupported
 
 Window = tuple[int | None, int | None]
+Limits = tuple[int | None, int | None]  # keys left and right of the diagonal; None: no limit
+
+# Where the versions differ in what stands in which place, for messages.
+FLASH_2 = (
+    "These are flash-attn 2's places: (..., dropout_p, softmax_scale, causal, window_size, "
+    "softcap, alibi_slopes); flash-attn 3 and 4 have no dropout_p, and (..., softmax_scale, "
+    "causal): name what you pass, as in flash_attn_func(q, k, v, softmax_scale=0.25, causal=True), "
+    "or import from headway.compat.flash3 or flash4"
+)
+FLASH_3 = (
+    "These are flash-attn 3's places: (..., softmax_scale, causal, qv, q_descale, k_descale, "
+    "v_descale, window_size, attention_chunk, softcap): name what you pass, or import from "
+    "headway.compat.flash or flash4"
+)
+FLASH_4 = (
+    "These are FlashAttention-4's places: (..., softmax_scale, causal, window_size, "
+    "learnable_sink, softcap), with qv and gather_kv_indices after v: name what you pass, or "
+    "import from headway.compat.flash or flash3"
+)
+
+
+class FlashOptions(NamedTuple):
+    """The options of a call, whatever the version."""
+
+    scale: Any = None  # a number or None; a tensor is refused further on
+    limits: Limits = (None, None)
+    chunk: int = 0  # queries see the keys of their own chunk alone; 0: no chunks
+    dropout: float = 0.0
+    softcap: float = 0.0
+    slopes: Any = None  # (heads,), or a row of them for every sequence
+    sink: Tensor | None = None
+    deterministic: bool = False
+    score: ScoreFn | None = None
+    mask: MaskFn | None = None
+    blocks: Any = None  # a block mask, in place of all other masks
+    want_lse: bool = False
+    want_max_logit: bool = False
 
 
 @value
 class distance_bias(Score):
-    """`score - slope · |i + offset - j|`, the slope by head, or by batch and head.
+    """`score - slope · |i + offset - j|`, the slope by head, or by row and head.
 
-    `offset` is a number, or an int tensor `(q_len,)`: where each query stands among the keys.
+    - `offset`: a number, or an int tensor `(q_len,)`: where each query stands among the keys.
+    - `row`: the row of every query; None where rows are those of the batch.
     """
 
     slopes: Tensor
     offset: int | Tensor
-    _per_batch: bool
+    row: Tensor | None
+    _per_row: bool
     _packed: bool
 
-    def __init__(self, slopes: Tensor, offset: int | Tensor) -> None:
-        fields = (slopes, offset, slopes.dim() == 2, isinstance(offset, Tensor))
+    def __init__(self, slopes: Tensor, offset: int | Tensor, row: Tensor | None = None) -> None:
+        per_row = slopes.dim() == 2
+        fields = slopes, offset, row if per_row else None, per_row, isinstance(offset, Tensor)
         for name, item in zip(self.fields, fields, strict=True):
             object.__setattr__(self, name, item)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        slope = self.slopes[b, h] if self._per_batch else self.slopes[h]
+        row = b if self.row is None else self.row[q_idx]
+        slope = self.slopes[row, h] if self._per_row else self.slopes[h]
         at = self.offset[q_idx] if self._packed else q_idx + self.offset  # type: ignore[index]
         return score - slope * (at - kv_idx).abs()
 
 
-def limits_of(is_causal: bool, window: Window) -> tuple[int | None, int | None]:
-    """Return how many keys to the left and right of the diagonal are seen; None for no limit."""
+def limits_of(is_causal: bool, window: Any) -> Limits:
+    """Return the limits of a window in which -1, any negative number and None are none."""
+    left, right = numbers_of(window)
+    left = None if left is None or left < 0 else left
+    return left, 0 if is_causal else None if right is None or right < 0 else right
+
+
+def limits_of_signed(is_causal: bool, window: Any) -> Limits:
+    """Return the limits of a window in which a negative number is a limit beyond the diagonal, as
+    in FlashAttention-4; a window without any key in it is none, as there."""
+    left, right = numbers_of(window)
+    right = 0 if is_causal else right
+    if left is not None and right is not None and left + right < 0:
+        left, right = None, 0 if is_causal else None
+    return left, right
+
+
+def numbers_of(window: Any) -> Limits:
+    """Return the two numbers of a window as Python's."""
     try:
-        left, right = (_limit(n) for n in window)
+        left, right = (_integer(n) for n in window)
     except (TypeError, ValueError) as error:
         raise CallError(
-            f"window_size={window!r} must be (left, right), two integers; -1 or None means no limit"
+            f"window_size={window!r} must be (left, right), two integers or None for no limit"
         ) from error
-    return left, 0 if is_causal else right
+    return left, right
 
 
-def _limit(n: Any) -> int | None:
-    """Return a number of Python's, from one of anybody's."""
-    if n is None:
-        return None
-    if isinstance(n, bool) or (n := operator.index(n)) < -1:
+def _integer(n: Any) -> int | None:
+    if isinstance(n, bool):
         raise ValueError
-    return None if n == -1 else n
+    return None if n is None else operator.index(n)
 
 
 def check_dense(**tensors: Any) -> None:
@@ -67,6 +124,26 @@ def check_dense(**tensors: Any) -> None:
         arguments.check_dense(**tensors)
     except ArgumentError as error:
         raise CallError(str(error)) from None
+
+
+def check_axes(name: str, x: Any, *axes: str) -> None:
+    """Check that a tensor has the rank of one of these tuples of axes."""
+    check_dense(**{name: x})
+    if not isinstance(x, Tensor) or x.dim() not in [text.count(",") + 1 for text in axes]:
+        raise CallError(f"{name} must be {' or '.join(axes)}, got {shown(x)}")
+
+
+def shown(x: Any) -> str:
+    """Return a tensor's shape, or the type of anything else."""
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+
+
+def unpack(name: str, x: Any, parts: int, *axes: str) -> tuple[Tensor, ...]:
+    """Return the tensors that lie side by side before the heads of x."""
+    check_axes(name, x, *axes)
+    if x.shape[-3] != parts:
+        raise CallError(f"{name} must be {' or '.join(axes)}, got {shown(x)}")
+    return x.unbind(-3)
 
 
 def heads_swapped(q: Tensor, k: Tensor, sink: Tensor | None) -> str:
@@ -85,81 +162,110 @@ def heads_swapped(q: Tensor, k: Tensor, sink: Tensor | None) -> str:
 
 
 def score_of(
-    cap: float, slopes: Tensor | None, offset: int | Tensor, batch: int, heads: int
+    cap: float, slopes: Any, offset: int | Tensor, rows: int, heads: int, row: Tensor | None = None
 ) -> Score | None:
-    """Return softcap and ALiBi, its slopes `(heads,)` or `(batch, heads)`."""
+    """Return softcap and ALiBi, its slopes `(heads,)` or `(rows, heads)`."""
     score: Score | None = capped(float(cap)) if cap else None
     if slopes is None:
         return score
     fits = isinstance(slopes, Tensor) and slopes.dim() in (1, 2)
-    if not fits or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    if not fits or tuple(slopes.shape) not in ((heads,), (rows, heads)):
         got = tuple(slopes.shape) if isinstance(slopes, Tensor) else repr(slopes)
         raise CallError(
             f"alibi_slopes must be a tensor (heads,) or (batch, heads), here ({heads},) or "
-            f"({batch}, {heads}), got {got}; q is (batch, length, heads, width)"
+            f"({rows}, {heads}), got {got}; q is (batch, length, heads, width)"
         )
-    alibi = distance_bias(slopes, offset)
+    alibi = distance_bias(slopes, offset, row)
     return alibi if score is None else Then(score, alibi)
 
 
-class Words(NamedTuple):
-    """The arguments that are not tensors, as Python's numbers and booleans."""
-
-    dropout: float
-    scale: Any  # a number or None; a tensor is refused further on
-    causal: bool
-    softcap: float
-    deterministic: bool
-    want_lse: bool
-
-
-def words_of(
-    dropout: Any, scale: Any, is_causal: Any, cap: Any, deterministic: Any, probabilities: Any
-) -> Words:
-    """Check by kind: what stands in one place in flash-attn 2 stands in another in 3 and 4."""
-    words = Words(
-        number("dropout_p", dropout),
-        scale if scale is None or isinstance(scale, Tensor) else number("softmax_scale", scale),
-        flag("causal", is_causal),
-        number("softcap", cap),
-        flag("deterministic", deterministic),
-        flag("return_attn_probs", probabilities),
-    )
-    if words.softcap < 0:
+def options_of(
+    places: str, scale: Any, is_causal: Any, window: Any, cap: Any, deterministic: Any,
+    dropout: Any = 0.0, limits: Callable[[bool, Any], Limits] = limits_of, **rest: Any,
+) -> FlashOptions:  # fmt: skip
+    """Return the options of a call, checked by kind: what stands in one place in one version of
+    flash-attn stands in another in the next."""
+    dropout = number("dropout_p", dropout, places)
+    if not (scale is None or isinstance(scale, Tensor)):
+        scale = number("softmax_scale", scale, places)
+    causal = flag("causal", is_causal, places)
+    options = FlashOptions(
+        scale, limits(causal, window), dropout=dropout, softcap=number("softcap", cap, places),
+        deterministic=flag("deterministic", deterministic, places), **rest,
+    )  # fmt: skip
+    if options.softcap < 0:
         raise CallError(f"softcap={cap} must be 0 (none) or above")
-    if not 0 <= words.dropout < 1:
+    if not 0 <= options.dropout < 1:
         raise CallError(f"dropout_p={dropout} must be at least 0 and less than 1")
-    if words.want_lse and words.dropout:
-        raise NotSupported(
-            "return_attn_probs with dropout asks for the dropped probabilities, which are never "
-            "made; the log-sum-exp is the same with dropout_p=0.0"
-        )
-    return words
+    return options
 
 
-def number(name: str, x: Any) -> Any:
+def number(name: str, x: Any, places: str = FLASH_2) -> Any:
     """Check a real number; no tensor, no boolean."""
     if not isinstance(x, bool):
         if isinstance(x, int | float | torch.SymInt | torch.SymFloat):
             return x
         if isinstance(x, Real):  # NumPy's
             return float(x)
-    raise _misplaced(name, x, "a number")
+    raise _misplaced(name, x, "a number", places)
 
 
-def flag(name: str, x: Any) -> bool:
+def count(name: str, x: Any) -> int:
+    """Check an integer, 0 or more."""
+    try:
+        return arguments.count_of(name, x)
+    except ArgumentError as error:
+        raise CallError(str(error)) from None
+
+
+def flag(name: str, x: Any, places: str = FLASH_2) -> bool:
     """Check True or False, or 1 or 0."""
     truth = as_bool(x)
     if truth is None:
-        raise _misplaced(name, x, "True or False")
+        raise _misplaced(name, x, "True or False", places)
     return truth
 
 
-def _misplaced(name: str, x: Any, wanted: str) -> CallError:
-    shown = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-    return CallError(
-        f"{name} must be {wanted}, got {shown}. These are flash-attn 2's places: (..., dropout_p, "
-        "softmax_scale, causal, window_size, softcap, alibi_slopes); flash-attn 3 and 4 have no "
-        "dropout_p, and (..., softmax_scale, causal): name what you pass, as in "
-        "flash_attn_func(q, k, v, softmax_scale=0.25, causal=True)"
+def tensor_or_none(name: str, x: Any, places: str) -> Tensor | None:
+    """Check a tensor or None."""
+    if x is None or isinstance(x, Tensor):
+        return x
+    raise _misplaced(name, x, "a tensor or None", places)
+
+
+def check_tuning(
+    places: str, num_splits: Any = 1, pack_gqa: Any = None, sm_margin: Any = 0
+) -> None:
+    """Check by kind what only says how a kernel cuts its work: no result depends on it."""
+    number("num_splits", num_splits, places)
+    number("sm_margin", sm_margin, places)
+    if pack_gqa is not None:
+        flag("pack_gqa", pack_gqa, places)
+
+
+def function_of(name: str, fn: Any, count: int) -> Callable | None:
+    """Check a function of PyTorch's ops with `count` arguments. FlashAttention-4's own are for its
+    kernels."""
+    if fn is None:
+        return None
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature: tracing says what is wrong
+        return fn
+    required = [
+        p for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if len(required) <= count:
+        return fn
+    arguments_of = ("score, " if count == 5 else "") + "b, h, q_idx, kv_idx"
+    raise NotSupported(
+        f"{name} takes {len(required)} arguments: FlashAttention-4's functions of CuTe run in its "
+        f"kernels alone. Write it with PyTorch's ops as f({arguments_of}), and let it capture what "
+        "aux_tensors and aux_scalars hold"
     )
+
+
+def _misplaced(name: str, x: Any, wanted: str, places: str) -> CallError:
+    seen = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+    return CallError(f"{name} must be {wanted}, got {seen}. {places}")

@@ -20,6 +20,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ...memory_order import in_order_of
 from ...mods.evaluation.pointwise import Positions, mask_at
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in_dtype
 from ..base import Call, Hook, causal_text, delta_of, graphs, large_lse, split
@@ -119,7 +120,9 @@ def plain(
         )
     elif _some_zero(lse) and not (_finite(q) and _finite(k)):
         return None
-    return out if q is caller_q else in_dtype(out, caller_q.dtype).reshape(caller_q.shape)
+    if q is not caller_q:
+        out = in_dtype(out, caller_q.dtype).reshape(caller_q.shape)
+    return in_order_of(caller_q, out)
 
 
 def _leaves_threads_idle(q: Tensor) -> bool:

@@ -11,7 +11,7 @@ from ...backends.base import Call
 from ...blocks import check_tiles
 from ...caches import LRUCache
 from ...errors import ArgumentError
-from ...operators import call_of, grads_like, results_like
+from ...operators import as_promised, call_of, grads_like, results_like
 from ...types import REPLICATED_KV, ExchangeSpec, Spec, acc_dtype, in_dtype
 from ..groups import check_place, resolve_group
 from .comm_plan import SequenceShards, Transport, sequence_shards
@@ -164,7 +164,7 @@ def forward(spec_text: str, *inputs: Any) -> tuple[Tensor, ...]:
         if spec.max_logit:
             dist.all_reduce(results.max_logit, dist.ReduceOp.MAX, group=group)
     out = in_dtype(results.out, spec.out_dtype(call.q.dtype))
-    tensors = [x.contiguous() for x in (out, *results[1:])]
+    tensors = as_promised(call.q, results._replace(out=out))
     return *tensors, torch.tensor(check.number, dtype=torch.int64, device="cpu")
 
 

@@ -1,0 +1,207 @@
+"""The calls of all versions of FlashAttention, in the words of `flash_parts.FlashOptions`."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, ModError
+from ..mods import Mask
+from ..mods import causal as lower_right
+from ..mods.base import Both, MaskFn, Not, ScoreFn, Then, value
+from ..run import run, run_out
+from ..types import Request
+from .errors import CallError, CallModError, NotSupported
+from .flash_parts import FlashOptions, heads_swapped, score_of, shown
+from .flash_sequences import PackedSequences, Side, SideNames, pack
+
+_NAMES = SideNames()
+
+
+class Results(NamedTuple):
+    """Results of a call; those that were not asked for are None."""
+
+    out: Tensor  # of q's layout
+    lse: Tensor | None  # (b, heads, length) or (heads, tokens)
+    max_logit: Tensor | None  # (b, heads) or (heads,)
+
+
+@value
+class same_chunk(Mask):
+    """A query and a key in the same chunk of keys; the query stands at `i + offset`."""
+
+    size: int
+    offset: int
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (q_idx + self.offset) // self.size == kv_idx // self.size
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Results:
+    """Attend to whole sequences: q `(b, length, heads, width)`, the last query at the last key."""
+    offset = k.shape[1] - q.shape[1]
+    score = score_of(options.softcap, options.slopes, offset, q.shape[0], q.shape[2])
+    mask = options.blocks
+    if mask is None:
+        mask = both(_within(options, offset), options.mask)
+    return _run(q, k, v, _then(score, options.score), mask, options)
+
+
+def attend_sequences(
+    q: Tensor, k: Tensor, v: Tensor, q_side: Side, k_side: Side, options: FlashOptions
+) -> Results:
+    """Attend inside of sequences: q `(tokens, heads, width)`, or padded `(b, length, heads,
+    width)`, and likewise the keys. Queries that no sequence has get 0."""
+    if options.blocks is not None:
+        raise NotSupported(
+            "block_sparse_tensors of packed or partly used sequences; pass their mask as mask_mod"
+        )
+    packed = pack(q_side, k_side, q.device, options.limits, options.chunk)
+    score = score_of(
+        options.softcap, options.slopes, packed.diagonal, q_side.sequences, q.shape[-2], packed.row
+    )
+    score = _then(score, _in_sequence(_local_score, options.score, packed))
+    mask = both(packed.mask, _in_sequence(_local_mask, options.mask, packed))
+    rows = q.shape[:-2]
+    in_one_row = lambda x: x.reshape(1, -1, *x.shape[-2:])
+    out, lse, max_logit = _run(in_one_row(q), in_one_row(k), in_one_row(v), score, mask, options)
+    out = out.view(*rows, *out.shape[2:])
+    if lse is not None:
+        lse = lse[0] if q.dim() == 3 else lse[0].unflatten(1, rows).transpose(0, 1)
+    return Results(out, lse, None if max_logit is None else max_logit[0])
+
+
+def side_of(
+    name: str, x: Tensor, cu: Any, used: Any, longest: Any = None, names: SideNames = _NAMES
+) -> Side:
+    """Return where the sequences of q or k lie: packed `(tokens, heads, width)`, or in rows."""
+    packed = x.dim() == 3
+    if (cu is None) == packed:
+        raise CallError(
+            f"{name} is {tuple(x.shape)}: packed, (tokens, heads, width), goes with "
+            f"{names.offsets}_{name}, and (batch, length, heads, width) without"
+        )
+    if longest is not None and not torch.compiler.is_compiling():
+        longest = int(longest)
+    tokens, row = (x.shape[0], 0) if packed else (x.shape[0] * x.shape[1], x.shape[1])
+    return Side(name, tokens, cu, used, row, longest, names)
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q with `qv`, and k with v, side by side: their product is q k + qv v."""
+    if qv is None:
+        return q, k, v
+    if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != v.shape[-1]:
+        raise CallError(
+            f"qv must be {(*q.shape[:-1], v.shape[-1])}, with q's heads and v's width, got "
+            f"{tuple(qv.shape)}"
+        )
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1), v
+
+
+def result_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of out: bfloat16 for float8."""
+    return torch.bfloat16 if _is_float8(q) else q.dtype
+
+
+def _is_float8(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype.itemsize == 1
+
+
+def descaled(
+    tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Any, Any, Any],
+    q_side: Side | None = None, k_side: Side | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return q, k and v times their scales `(rows, key heads)`, in float32 where there are any or
+    the tensors are float8."""
+    if scales == (None, None, None) and not any(map(_is_float8, tensors)):
+        return tensors
+    hk, scaled = tensors[1].shape[-2], []
+    sides = q_side, k_side, k_side
+    for name, x, scale, side in zip("qkv", tensors, scales, sides, strict=True):
+        product = x.float()
+        if scale is not None:
+            rows = x.shape[0] if side is None else side.sequences
+            if not isinstance(scale, Tensor) or tuple(scale.shape) != (rows, hk):
+                raise CallError(f"{name}_descale must be ({rows}, {hk}), got {shown(scale)}")
+            of_heads = scale.repeat_interleave(x.shape[-2] // hk, 1)  # (rows, heads)
+            packed = side is not None and x.dim() == 3
+            of_tokens = of_heads[side.rows_of_tokens(x.device)] if packed else of_heads[:, None]
+            product = product * of_tokens[..., None]
+        scaled.append(product)
+    return tuple(scaled)  # type: ignore[return-value]
+
+
+def unpaged(k: Tensor, page_table: Tensor) -> Tensor:
+    """Return the keys of every row, `(rows, pages · page, heads, width)`, copied."""
+    pages = page_table.long()
+    if pages.is_cpu and not torch.compiler.is_compiling():
+        last = len(k) - 1
+        if bool((pages > last).any()):
+            raise CallError(f"block_table names page {int(pages.max())}, but there are {len(k)}")
+    return k[pages.clamp(min=0)].flatten(1, 2)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, options: FlashOptions) -> Results:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    request = Request(
+        q, k, v, score, mask, scale=options.scale, sink=options.sink, dropout=options.dropout,
+        deterministic=options.deterministic, max_logit=options.want_max_logit,
+    )  # fmt: skip
+    lse = max_logit = None
+    try:
+        if options.want_lse or options.want_max_logit:
+            out, lse, max_logit, _ = run(request)
+        else:
+            out = run_out(request)
+    except ArgumentError as error:
+        raise CallError(f"{error}{heads_swapped(q, k, options.sink)}") from error
+    except ModError as error:
+        raise CallModError(str(error)) from error
+    return Results(
+        out.transpose(1, 2).contiguous(), lse, max_logit if options.want_max_logit else None
+    )
+
+
+def _within(options: FlashOptions, offset: int) -> MaskFn | None:
+    """Return the mask of limits and chunks around the diagonal of `i + offset`."""
+    left, right = options.limits
+    mask: MaskFn | None = None if right is None else lower_right(offset + right)
+    if left is not None:
+        mask = both(mask, Not(lower_right(offset - left - 1)))
+    return both(mask, same_chunk(options.chunk, offset)) if options.chunk else mask
+
+
+def both(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
+    """Return the pairs that two masks keep; None keeps all."""
+    if first is None or second is None:
+        return second if first is None else first
+    return Both(first, second)
+
+
+def _then(first: ScoreFn | None, second: ScoreFn | None) -> ScoreFn | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return Then(first, second)
+
+
+# -- functions of positions inside of a sequence ---------------------------------------------------
+
+
+def _in_sequence(local: Any, function: Any, packed: PackedSequences) -> Any:
+    if function is None:
+        return None
+    return partial(
+        local, function=function, row=packed.row, first_q=packed.first_q, first_k=packed.first_k
+    )
+
+
+def _local_score(score, b, h, q_idx, kv_idx, *, function, row, first_q, first_k):
+    n = row[q_idx]
+    return function(score, n, h, q_idx - first_q[n], kv_idx - first_k[n])
+
+
+def _local_mask(b, h, q_idx, kv_idx, *, function, row, first_q, first_k):
+    n = row[q_idx]
+    return function(n, h, q_idx - first_q[n], kv_idx - first_k[n])

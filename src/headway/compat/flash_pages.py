@@ -1,0 +1,70 @@
+"""Keys of sequences wherever they lie: packed, in padded rows, or in pages."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..surroundings import requires_grad
+from .errors import CallError
+from .flash_attend import Results, attend_sequences, side_of, unpaged
+from .flash_cache import attend_cache
+from .flash_parts import FlashOptions, shown
+from .flash_sequences import Side, SideNames
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, q_side: Side, of_keys: tuple[Any, Any, Any], pages: Any,
+    options: FlashOptions,
+) -> Results:  # fmt: skip
+    """Attend inside of sequences; with `pages`, k and v are `(pages, page, heads, width)`.
+
+    - `of_keys`: the offsets of the keys, how many are used, and how many there are at most.
+    """
+    cu_k, used_k, longest = of_keys
+    names = q_side.names
+    if pages is None:
+        return attend_sequences(q, k, v, q_side, side_of("k", k, *of_keys, names), options)
+    used_k = _lengths(pages, cu_k, used_k, q_side)
+    if not _needs_copies(q, k, v, q_side, options):
+        packed = q_side.cu is not None
+        out, lse, max_logit = attend_cache(
+            q, k, v, options, used_k.to(torch.int32), pages.to(torch.int32),
+            q_side.cu.to(torch.int32) if q_side.cu is not None else None,
+            (q_side.longest or q_side.tokens) if packed else None,
+        )  # fmt: skip
+        return Results(out, lse, None if max_logit is None else max_logit.amax(0))
+    k, v = unpaged(k, pages), unpaged(v, pages)
+    k_side = side_of("k", k, None, used_k, longest, names)
+    return attend_sequences(q, k, v, q_side, k_side, options)
+
+
+def _lengths(pages: Any, cu: Any, used: Any, q_side: Side) -> Tensor:
+    """Return how many keys every sequence has, in its pages."""
+    if not isinstance(pages, Tensor) or pages.dim() != 2 or pages.is_floating_point():
+        raise CallError(f"the table of pages must be int32 (sequences, pages), got {shown(pages)}")
+    names: SideNames = q_side.names
+    lengths = used if cu is None or used is not None else cu.diff()
+    if lengths is None:
+        raise CallError(f"pages do not say how many keys there are: pass {names.used}_k")
+    q_side.check(pages.device)
+    rows = pages.shape[0]
+    Side("k", rows, cu, None, 1, names=names).check(pages.device)
+    Side("k", rows, None, used, 1, names=names).check(pages.device)
+    if rows != q_side.sequences or (cu is not None and cu.shape[0] != rows + 1):
+        raise CallError(
+            f"the table of pages has {rows} rows, but q has {q_side.sequences} sequences, and "
+            f"{names.offsets}_k is {shown(cu)}"
+        )
+    return lengths
+
+
+def _needs_copies(q: Tensor, k: Tensor, v: Tensor, q_side: Side, options: FlashOptions) -> bool:
+    """Return whether pages have to be copied: a kernel over a cache has no gradient, no dropout,
+    and positions that count from the first key."""
+    inputs = q, k, v, options.sink, options.slopes
+    trained = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and requires_grad(x) for x in inputs
+    )
+    functions = options.score is not None or options.mask is not None
+    return trained or functions or options.dropout > 0 or q_side.used is not None
