@@ -639,7 +639,7 @@ def call(**kwargs):
 
 @pytest.mark.parametrize(
     "name",
-    ["indices", "block_indices", "head_mask", "cache", "block_table", "alibi", "softmax_scale"],
+    ["topk_indices", "block_mask", "head_mask", "cache", "block_table", "alibi", "softmax_scale"],
 )
 def test_what_would_change_attention_and_is_not_honoured_is_refused_by_name(name):
     with pytest.raises(NotImplementedError, match=name):
@@ -677,12 +677,78 @@ def test_weights_and_odd_masks_are_refused():
         call(attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.long))
 
 
-def test_sparse_models_are_refused_rather_than_made_dense(tokens):
-    config = hf.DeepseekV32Config(**MLA, index_topk=4, index_n_heads=2, index_head_dim=16)
-    model = hf.DeepseekV32ForCausalLM(config)
-    model.set_attn_implementation("headway")
-    with pytest.raises(NotImplementedError, match="indices"):
-        model(tokens)
+@pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa", "AXK2", "HYV4"])
+def test_sparse_models(family, tokens, left_padded):
+    """Their indexer chooses 4 keys for every query."""
+    kind = getattr(hf, f"{family}ForCausalLM", None)
+    if kind is None:
+        pytest.skip(f"transformers {hf.__version__} has no {family}")
+    sparse = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "n_group": 1}
+    make = lambda: kind(getattr(hf, f"{family}Config")(**MLA | sparse))
+    run = trained(left_padded.bool(), input_ids=tokens, attention_mask=left_padded)
+    same(both(make, run))
+    texts = both(
+        make, lambda model: [model.eval().generate(tokens, max_new_tokens=5, eos_token_id=-1)]
+    )
+    assert torch.equal(*[text for (text,) in texts])
+
+
+def test_indices_are_keys_or_blocks_of_keys():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 23, 8)
+    module = torch.nn.Module()
+    module.indexer = torch.nn.Module()
+    module.indexer.block_size = 4
+    forward = lambda **more: integration.attention_forward(module, q, k, k, None, **more)[0]
+    keys = torch.rand(2, 5, 23).topk(6).indices.int()
+    keys[0, 1, 2:] = -1
+    kept = torch.zeros(2, 1, 5, 24, dtype=torch.bool)
+    kept.scatter_(-1, (keys[:, None] % 24).long(), True)
+    right = torch.nn.functional.scaled_dot_product_attention(
+        q, k, k, kept[..., :23], enable_gqa=True
+    )
+    torch.testing.assert_close(forward(indices=keys).transpose(1, 2), right)
+    blocks = torch.rand(2, 2, 5, 6).topk(2).indices
+    kept = torch.zeros(2, 2, 5, 6, dtype=torch.bool).scatter_(-1, blocks, True)
+    kept = kept.repeat_interleave(4, 3)[..., :23].repeat_interleave(2, 1)
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, k, kept, enable_gqa=True)
+    torch.testing.assert_close(forward(block_indices=blocks).transpose(1, 2), right)
+    for wrong in (keys[0], keys[:, :3], keys[:, None], keys[:1]):
+        with pytest.raises(ArgumentError, match="indices must name keys"):
+            forward(indices=wrong)
+    with pytest.raises(ArgumentError, match="block_indices must name keys"):
+        forward(block_indices=blocks[:, :1].expand(-1, 3, -1, -1))
+    with pytest.raises(BackendRefused, match=r"no indexer\.block_size"):
+        integration.attention_forward(torch.nn.Module(), q, k, k, None, block_indices=blocks)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_sink_per_query(softcap):
+    """As if there were one more key, of value 0, whose logit is the sink."""
+    q, k = (
+        torch.randn(2, 4, 7, 8, dtype=torch.float64),
+        torch.randn(2, 2, 9, 8, dtype=torch.float64),
+    )
+    sink = torch.randn(2, 4, 7, 1, dtype=torch.float64)
+    kept = torch.rand(2, 1, 7, 9) < 0.6
+    kept[0, 0, 3] = False
+    leaves = [x.requires_grad_() for x in (q, k, sink)]
+    out, _ = integration.attention_forward(
+        torch.nn.Module(), q, k, k, kept, softcap=softcap, sinks=sink
+    )
+    wide = k.repeat_interleave(2, 1)
+    logits = q @ wide.mT / 8**0.5
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    weights = torch.cat([logits.masked_fill(~kept, -torch.inf), sink], -1).softmax(-1)[..., :-1]
+    right = (weights @ wide).transpose(1, 2)
+    torch.testing.assert_close(out, right)
+    for got, true in zip(
+        torch.autograd.grad(out.sin().sum(), leaves),
+        torch.autograd.grad(right.sin().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, true)
+    with pytest.raises(ArgumentError, match=r"sinks must be .* \(2, 4, 7, 1\), got \(2, 4, 7\)"):
+        integration.attention_forward(torch.nn.Module(), q, k, k, kept, sinks=sink[..., 0])
 
 
 def test_a_window_without_a_mask_is_honoured():

@@ -337,6 +337,31 @@ def test_continuous_batching_is_that_of_sdpa(name, tokens):
     assert all(len(text) == 6 for text in texts[0])
 
 
+@pytest.mark.skipif(
+    not hasattr(
+        hf.generation.continuous_batching.ContinuousBatchingManager, "switch_to_cb_friendly_attn"
+    ),
+    reason="an older transformers",
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_continuous_batching_by_name(name, tokens):
+    """What a model generates by itself: GPT-OSS has sinks, which "sdpa" does not run."""
+    from transformers import ContinuousBatchingConfig
+
+    model = MODELS[name]().eval()
+    model.set_attn_implementation("headway")
+    prompts = [row[: 3 + 6 * n].tolist() for n, row in enumerate(tokens)]
+    config = hf.GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    out = model.generate_batch(prompts, config, small, progress_bar=False)
+    assert [x.error for x in out.values()] == [None, None]
+    texts = {tuple(x.prompt_ids): list(x.generated_tokens) for x in out.values()}
+    for prompt in prompts:
+        alone = model.generate(torch.tensor([prompt]), generation_config=config)
+        assert texts[tuple(prompt)] == alone[0, len(prompt) :].tolist()
+    assert model.config._attn_implementation == "headway"
+
+
 def test_what_continuous_batching_cannot_have_is_refused_by_name():
     q = torch.randn(1, 2, 5, 8)
     offsets = torch.tensor([0, 5], dtype=torch.int32)

@@ -32,6 +32,7 @@ def watch(name: str) -> None:
     if not _names:
         torch.nn.modules.module.register_module_module_registration_hook(_grows)
         _watch_settings()
+        _allow_continuous_batching()
     _names.add(name)
 
 
@@ -49,6 +50,23 @@ def _watch_settings() -> None:
                 _watch_calls(part)
 
     PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]
+
+
+def _allow_continuous_batching() -> None:
+    """transformers 5.24 lets only its own attention run continuous batching: let Headway's, too."""
+    from transformers.generation import continuous_batching
+
+    manager: Any = getattr(continuous_batching, "ContinuousBatchingManager", None)
+    plain = getattr(manager, "switch_to_cb_friendly_attn", None)
+    if plain is None:
+        return
+
+    @wraps(plain)
+    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if _implementation(model) not in _names:
+            plain(self, model, *args, **kwargs)
+
+    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
 
 
 def _grows(parent: Any, name: str, child: Any) -> None:

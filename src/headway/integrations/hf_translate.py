@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mods import causal, dense, document, sliding_window
+from ..errors import ArgumentError
+from ..mods import block_table, causal, dense, document, sliding_window
 from ..mods import padding as padded_to
 from ..mods.base import Both, Either, MaskFn, Not, Shifted
 from .hf_mask import GraphMask
@@ -118,6 +119,23 @@ def joined(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
     if first is None or second is None:
         return second if first is None else first
     return Both(first, second)
+
+
+def of_indices(name: str, indices: Tensor, sizes: tuple[int, ...], size: int) -> MaskFn:
+    """Return the mask of chosen blocks of `size` keys, by their numbers `(b, hk or 1, l, k)`.
+
+    `sizes` are those of the call: batch, query heads, queries, keys."""
+    b, hq, q_len, keys = sizes
+    heads = indices.shape[1] if indices.dim() == 4 else 0
+    if (*indices.shape[:1], *indices.shape[2:3]) != (b, q_len) or not heads or hq % heads:
+        raise ArgumentError(
+            f"{name} must name keys for each of (batch, queries) = {(b, q_len)}, got shape "
+            f"{tuple(indices.shape)}"
+        )
+    columns = -(-keys // size)
+    table = torch.zeros(*indices.shape[:3], columns + 1, dtype=torch.bool, device=indices.device)
+    table.scatter_(-1, torch.where(indices < 0, columns, indices.long()), True)
+    return block_table(table[..., :columns].repeat_interleave(hq // heads, 1), (1, size))
 
 
 def graph_mask(

@@ -33,7 +33,16 @@ from ..mods.evaluation.pointwise import Positions, mask_at
 from ..stability import MaxLogit
 from . import hf_calls, hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
-from .hf_translate import graph_mask, joined, of_padding, only_past, sees_all, shift, translate
+from .hf_translate import (
+    graph_mask,
+    joined,
+    of_indices,
+    of_padding,
+    only_past,
+    sees_all,
+    shift,
+    translate,
+)
 
 _OF_CACHE = ("block_table", "read_index", "write_index", "k_cache", "v_cache")
 _FEW = 16  # new tokens of a step over a cache
@@ -42,7 +51,7 @@ _FEW = 16  # new tokens of a step over a cache
 # Everything else that comes along (labels, token types, a caller's own words) is not about it.
 _REFUSED = frozenset(
     # which keys a query sees
-    "indices block_indices topk_indices sparse_indices block_mask mask_mod attn_mask "
+    "topk_indices sparse_indices block_mask mask_mod attn_mask "
     "key_padding_mask attention_chunk_size window_size seq_idx "
     # what is added to a score or multiplies it
     "head_mask layer_head_mask cross_attn_head_mask score_mod alibi alibi_slopes attn_bias "
@@ -270,13 +279,16 @@ def attention_forward(
     deterministic: bool = False,
     output_attentions: bool | None = None,
     seq_idx: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query `(b, hq, l, d)`, key and value `(b, hk, s, ·)`.
 
     Packed documents are told apart by `cu_seq_lens_q` and `cu_seq_lens_k`, by `seq_idx` `(b, s)`
     (the document of every key; queries are the last of them), or by the `position_ids` that a
-    model is given, where transformers reads them.
+    model is given, where transformers reads them. Of sparse models, `indices` `(b, l, k)` are the
+    keys that each query sees, and `block_indices` `(b, hk, l, k)` blocks of keys; -1 names none.
 
     **Returns:** `(b, l, hq, dv)`, and None for the weights, which are never made.
 
@@ -288,7 +300,8 @@ def attention_forward(
     updated = kwargs.get("read_index") is not None and isinstance(cu_seq_lens_k, Tensor)
     if cache is not None or updated:
         others = {n: x for n, x in kwargs.items() if n not in _OF_CACHE}
-        _refuse(output_attentions, {**others, "position_bias": position_bias, "seq_idx": seq_idx})
+        others |= {"position_bias": position_bias, "seq_idx": seq_idx, "indices": indices}
+        _refuse(output_attentions, others | {"block_indices": block_indices})
         arguments = {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}
         return _continuous(
             query, key, value, cache, arguments, cu_seq_lens_q, sliding_window, softmax
@@ -303,7 +316,7 @@ def attention_forward(
     if (
         isinstance(attention_mask, AttentionMask | GraphMask) and attention_mask.is_step
         and not (dropout or torch.is_grad_enabled() or attention_mask.taken or packed)
-        and position_bias is None
+        and position_bias is indices is block_indices is None
         and attention_mask.sizes == (query.shape[0], 1, q_len, kv_len)
     ):  # fmt: skip
         return _step(query, key, value, attention_mask, softmax), None
@@ -323,6 +336,12 @@ def attention_forward(
         mask = joined(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
     if seq_idx is not None:
         mask = joined(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
+    if indices is not None:
+        mask = joined(mask, of_indices("indices", indices[:, None], (*query.shape[:3], kv_len), 1))
+    if block_indices is not None:
+        size = _block_size(module)
+        sizes = (*query.shape[:3], kv_len)
+        mask = joined(mask, of_indices("block_indices", block_indices, sizes, size))
     score = _then(softmax.score, score)
     score = _then(score, None if position_bias is None else bias(position_bias))
     if type(mask) is causal and position_bias is None is layout:
@@ -359,13 +378,23 @@ class _Softmax(NamedTuple):
         mask: MaskFn | None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Return attention by `headway.api` or `headway.inference`, `(b, l, hq, dv)`; record."""
-        options |= {"scale": self.scale, "sink": self.sink}
-        record = self.record
-        if record is None:
+        sink, record = self.sink, self.record
+        by_query = sink is not None and sink.dim() > 1
+        options |= {"scale": self.scale, "sink": None if by_query else sink}
+        if record is None and not by_query:
             out = functions.attention(q, k, v, score, mask, **options)
-        else:
-            out, _, max_logit = functions.attention_with_stats(q, k, v, score, mask, **options)
+            return out.transpose(1, 2).contiguous()
+        out, lse, max_logit = functions.attention_with_stats(q, k, v, score, mask, **options)
+        if record is not None:
             record(max_logit)
+        if by_query:
+            if sink.shape != (*lse.shape, 1):  # type: ignore[union-attr]
+                raise ArgumentError(
+                    f"sinks must be (heads,) or, one per query, {(*lse.shape, 1)}, got "
+                    f"{tuple(sink.shape)}"  # type: ignore[union-attr]
+                )
+            # One more key of value 0: its share of the softmax is lost.
+            out = out * (lse[..., None] - sink).sigmoid().to(out.dtype)
         return out.transpose(1, 2).contiguous()
 
 
@@ -432,6 +461,17 @@ def _continuous(
         max_q=int(arguments["max_length_q"]), scale=softmax.scale, sink=softmax.sink,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
+
+
+def _block_size(module: torch.nn.Module) -> int:
+    """Return the size of the blocks of keys that a model's indexer chooses."""
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if size is None:
+        raise BackendRefused(
+            "the model passes block_indices to its attention, but its module has no "
+            'indexer.block_size to say how large a block is; use attn_implementation="eager"'
+        )
+    return size
 
 
 def _as_mask_and_score(mask: Any, sizes: tuple[int, ...]) -> tuple[MaskFn | None, Score | None]:
