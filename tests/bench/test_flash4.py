@@ -141,10 +141,11 @@ def test_it_is_asked_of_every_row_that_it_can_run():
             if t.peer == NAME} == {1.0, 0.95, 1.2}  # fmt: skip
     for case in GPU_CASES:
         assert {t.peer for t in case.targets} <= set(case.peers), case.name
-        if NAME in case.peers and case.name != "documents-causal":  # that one has 8192 positions
+        # Documents have 8192 positions; what FlashAttention-4 has no option for is a line there.
+        if NAME in case.peers and case.name != "documents-causal" and not case.by_rows:
             peers.flash4_options(make_inputs(replace(case, b=1, length=64)))
         of = {t.direction: t.times for t in case.targets if t.peer == NAME}
-        if "softcap" in case.name:
+        if "softcap" in case.name and not case.by_rows:
             assert of == {FORWARD: 1.5, BACKWARD: 1.3}
         if case.d == 256:
             assert of == {FORWARD: 0.95, BACKWARD: 1.2}

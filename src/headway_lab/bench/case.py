@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.api import attention, attention_with_stats, block_mask
 from headway.mods import Score, relative_bias
-from headway.mods.base import MaskFn, ScoreFn
+from headway.mods.base import MaskFn, ScoreFn, value
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
 BUILD = "build"  # of a block mask
@@ -50,6 +50,7 @@ class Case:
       of `training.MODELS`; "memory" in MB; "overhead" and "overhead, compiled" in µs beside the
       kernel of a call; "block mask" and "block mask, memory", the ms and MB of building one.
     - `most`: the largest value allowed, for what is not a ratio.
+    - `by_rows`: tensors lie in memory as a model makes them, (b, length, heads, d), for everyone.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Case:
     measure: str = "time"
     most: float | None = None
     dv: int | None = None
+    by_rows: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -142,9 +144,18 @@ def make_inputs(case: Case, device: str = "cpu") -> CaseInputs:
     with torch.device(device):
         mask = None if case.mask is None else case.mask()
         score = None if case.score is None else case.score()
-    return CaseInputs(
+    inputs = CaseInputs(
         q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, mask, score, case.stats
     )  # fmt: skip
+    return inputs.by_rows() if case.by_rows else inputs
+
+
+@value
+class tilted(Score):
+    """A score as users write them, of four float operations."""
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return 1.1 * score + 0.01 * (kv_idx - q_idx) + 0.5
 
 
 def learned_bias(heads: int, length: int) -> Score:

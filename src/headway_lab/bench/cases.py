@@ -27,7 +27,7 @@ from headway.mods import (
 from headway.mods.base import ScoreFn, value
 from headway.mods.library.scores import alibi_slopes
 
-from .case import BACKWARD, BUILD, FORWARD, Case, Target, learned_bias
+from .case import BACKWARD, BUILD, FORWARD, Case, Target, learned_bias, tilted
 
 
 def every() -> tuple[Case, ...]:
@@ -285,14 +285,6 @@ def _slopes() -> Tensor:
 
 
 @value
-class tilted(Score):
-    """A score as users write them, of four float operations."""
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        return 1.1 * score + 0.01 * (kv_idx - q_idx) + 0.5
-
-
-@value
 class heated(Score):
     """A temperature that learns: `t` of shape (1,)."""
 
@@ -305,6 +297,9 @@ class heated(Score):
 def _heated() -> Score:
     return heated(torch.tensor([0.5], requires_grad=True))
 
+
+# Whom an expert asks for, on the tensors of a model: (b, length, heads, d) in memory.
+_EVERY = ("flex", "flex flash", "cudnn", "cudnn flex", "varlen", _FLASH4, f"{_FLASH4} scored")
 
 # b, hq, hk, keys, d: from one long row to many, with groups of 8, of 4 and of 1; and MLA's.
 _CACHES = (
@@ -351,6 +346,17 @@ GPU_CASES: tuple[Case, ...] = (
       for name, d in (("float32-2k-64-causal", 64), ("float32-2k-128-full", 128))),
     _plain("stats-8k-128-causal", (2, 16, 16, 8192, 128), "stats", stats=True, peers=("cudnn",),
            targets=()),
+    *(_gpu(f"rows-{name}", (2, 16, 16, 8192, 128), "rows", by_rows=True, mask=mask, score=score,
+           peers=_EVERY)
+      for name, mask, score in (
+          ("8k-128-causal", causal, None), ("8k-128-full", None, None),
+          ("softcap-causal", causal, lambda: softcap(20.0)),
+          ("alibi-causal", causal, lambda: alibi(_slopes())), ("user-causal", causal, tilted),
+          ("window-1024", lambda: causal() & sliding_window(1024), None),
+          ("documents-causal", _documents, None))),
+    *(_gpu(f"curve-{n}k-128-causal", (max(1, 32 // n), 16, 16, n << 10, 128), "curve",
+           by_rows=True, mask=causal, peers=_EVERY)
+      for n in (1, 2, 4, 8, 16, 32, 64, 128)),
     _gpu("host", (1, 2, 2, 128, 64), "host", mask=causal, measure="host", most=72.0),
     _gpu("graph", (1, 2, 2, 128, 64), "host", mask=causal, measure="graph"),
     *(_gpu(f"first-call-{d}{kind}", (2, 2048 // d, 2048 // d, 8192, d), "first", mask=causal,

@@ -32,7 +32,7 @@ from .case import (
 )
 from .peers import PEERS, Peer
 from .results import PASS, WRONG, Error, Result
-from .timing import Tick, Timing, compare, peak, repeat, roof
+from .timing import Clocks, Tick, Timing, compare, peak, repeat, roof
 
 PAIRS = 1 << 23  # pairs looked at in one case, over all heads: 64 MB of float64 a matrix
 FACTOR = 3.0  # times the error of plain PyTorch in the same dtype that are allowed ...
@@ -155,9 +155,10 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     measured = size(case, inputs.mask)
     results = []
     for direction in (FORWARD, BACKWARD):
-        calls = _calls(contestants, direction)
+        calls, clocks = _calls(contestants, direction), Clocks(device, tick)
         with torch.set_grad_enabled(direction == BACKWARD):
-            times = compare(calls, repeats, device, tick)
+            times = compare(calls, repeats, device, clocks.sample)
+        checked["headway"] = replace(checked["headway"], note=str(clocks))
         results += [
             judge(case, direction, checked[name], times, measured, device) for name in times
         ]

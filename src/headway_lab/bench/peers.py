@@ -21,10 +21,11 @@ from torch.nn.attention import flex_attention as flex
 
 from headway.api import attention
 from headway.distributed import Layout
-from headway.mods import causal, document, sliding_window, softcap
+from headway.mods import alibi, causal, document, sliding_window, softcap
 from headway.mods.base import Both, Either, MaskFn
 
-from .case import Case, CaseInputs, Unavailable
+from . import cute_scores
+from .case import Case, CaseInputs, Unavailable, tilted
 
 
 def _flash4(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
@@ -69,6 +70,95 @@ def flash4_options(inputs: CaseInputs) -> dict[str, Any]:
     if options.get("causal") and "window_size" in options:
         options["window_size"] = (options["window_size"][0], 0)
     return options
+
+
+def _flash4_scored(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    """Return a call with the case's score in FlashAttention-4's own language, and with identity
+    where the case has none: what a score function costs by itself."""
+    if inputs.mask not in (None, causal()):
+        raise Unavailable("its score functions are timed with a causal mask or none")
+    options: dict[str, Any] = {"causal": inputs.mask is not None}
+    if inputs.score is None:
+        score = cute_scores.IDENTITY
+    elif isinstance(inputs.score, tilted):
+        score = cute_scores.TILTED
+    elif isinstance(inputs.score, alibi) and inputs.mask is not None and not inputs.learned:
+        score, options["aux_tensors"] = cute_scores.ALIBI, [inputs.score.slopes.float()]
+    else:
+        raise Unavailable("of the scores it has here causal ALiBi, the user's, and identity")
+    options |= {"score_mod": score.forward, "score_mod_bwd": score.backward}
+    tensors = inputs.q, inputs.k, inputs.v
+
+    def call() -> Tensor:
+        out, _ = flash.flash_attn_func(*(t.transpose(1, 2) for t in tensors), **options)
+        return out.transpose(1, 2)
+
+    try:
+        flash = importlib.import_module("flash_attn.cute.interface")
+        call()
+    except Exception as error:  # of its compiler too
+        raise Unavailable.because(error) from error
+    return call
+
+
+def _varlen(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    """Return a call of PyTorch's `varlen_attn`; rows are documents where the mask names none."""
+    options = flash4_options(inputs)
+    if "softcap" in options:
+        raise Unavailable("it has no score")
+    b, _, n, _ = inputs.q.shape
+    left, right = options.get("window_size", (-1, -1))
+    window = (left, 0 if options.get("causal") else right)
+    rows = n * torch.arange(b + 1, dtype=torch.int32, device=inputs.q.device)
+    ends = options.get("cu_seqlens_q", rows)
+    longest = options.get("max_seqlen_q", n)
+    tensors = inputs.q, inputs.k, inputs.v
+    gqa = {"enable_gqa": True} if case.hq != case.hk else {}
+
+    def call() -> Tensor:
+        tokens = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
+        out = attend(*tokens, ends, ends, longest, longest, window_size=window, **gqa)
+        return out.unflatten(0, (b, n)).transpose(1, 2)
+
+    try:
+        attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        call()
+    except Exception as error:
+        raise Unavailable.because(error) from error
+    return call
+
+
+def _cudnn_flex(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    """Return a call of cuDNN's `flex_attn_func`, whose plan of the mask is made before."""
+    if inputs.score is not None:
+        raise Unavailable("it has no score")
+    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+    try:
+        cudnn: Any = importlib.import_module("cudnn")
+        table = interval_ends(inputs.mask, case.length, q.device).repeat(1, 1, case.b)
+        plan = cudnn.create_mask_plan(table, q, k, v, build_backward=True)
+        call = lambda: cudnn.flex_attn_func(q, k, v, mask_plan=plan).transpose(1, 2)
+        call()
+    except Exception as error:  # of its compiler too
+        raise Unavailable.because(error) from error
+    return call
+
+
+def interval_ends(mask: MaskFn | None, n: int, device: torch.device) -> Tensor:
+    """Return int32 `(1, ends, n)`, a mask as cuDNN takes it: query i attends to the keys
+    [0, e0), [e1, e2), [e3, e4), ... of its column. It is the same for every batch and head."""
+    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n, device=device)
+    rows: list[Tensor] = []  # where runs of keys start and end, of every query
+    for i in keys[:, None].split(256):
+        kept = torch.ones(len(i), n, dtype=torch.bool, device=device)
+        if mask is not None:
+            kept = mask(zero, zero, i, keys).expand_as(kept)
+        rows += [edges.nonzero()[:, 0] for edges in F.pad(kept, (1, 0)) ^ F.pad(kept, (0, 1))]
+    if not all(len(row) and row[0] == 0 for row in rows):
+        rows = [F.pad(row, (2, 0)) for row in rows]  # an empty first interval, [0, 0)
+    most = max(map(len, rows))
+    padded = [F.pad(row, (0, most - len(row)), value=n)[1:] for row in rows]
+    return torch.stack(padded, 1).int()[None].contiguous()
 
 
 def _conjuncts(mask: object) -> list[object]:
@@ -157,7 +247,8 @@ def _bias(case: Case, inputs: CaseInputs) -> Tensor:
     return bias
 
 
-def _flex(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+def _flex(case: Case, inputs: CaseInputs, **kernel: Any) -> Callable[[], Tensor]:
+    """Return the compiled call. `kernel`: its `kernel_options`."""
     score, mask, n = inputs.score, inputs.mask, case.length
     blocks = score_mod = None
     if mask is not None:
@@ -172,7 +263,12 @@ def _flex(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     if inputs.q.device.type == "cpu":
         tensors = tuple(t.detach() for t in tensors)
     call = partial(
-        compiled, *tensors, score_mod=score_mod, block_mask=blocks, enable_gqa=case.hk != case.hq
+        compiled,
+        *tensors,
+        score_mod=score_mod,
+        block_mask=blocks,
+        enable_gqa=case.hk != case.hq,
+        kernel_options=kernel or None,
     )
     try:
         with torch.set_grad_enabled(inputs.q.device.type != "cpu"):
@@ -251,6 +347,22 @@ PEERS = {
     "flex": Peer(
         _flex, "flex_attention under torch.compile, block mask prepared; forward only on CPU",
         backward=("cuda",),
+    ),
+    "flex flash": Peer(
+        partial(_flex, BACKEND="FLASH"), 'flex_attention with BACKEND="FLASH", on a GPU',
+        backward=("cuda",), package="flash-attn-4",
+    ),
+    "flash-attention-4 scored": Peer(
+        _flash4_scored, "flash_attn.cute with a score function in CuTe DSL, on a GPU",
+        backward=("cuda",), by_rows=True, package="flash-attn-4",
+    ),
+    "cudnn flex": Peer(
+        _cudnn_flex, "cudnn.flex_attention, on a GPU: masks as intervals of keys",
+        backward=("cuda",), by_rows=True, package="nvidia-cudnn-frontend",
+    ),
+    "varlen": Peer(
+        _varlen, "PyTorch's varlen_attn, on a GPU: causal, window, documents",
+        backward=("cuda",), by_rows=True,
     ),
     "create_block_mask": Peer(
         _create_block_mask, "FlexAttention's block masks: create_block_mask as it is called there"

@@ -6,6 +6,7 @@ Contestants are timed in turns: what disturbs one disturbs all, and medians forg
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -124,6 +125,28 @@ def compare(
         order.reverse()
         tick()
     return {name: Timing.of(contestant_samples) for name, contestant_samples in samples.items()}
+
+
+class Clocks:
+    """The clock and the power of a GPU, sampled after every round; nothing without NVML."""
+
+    def __init__(self, device: str, tick: Tick = lambda: None) -> None:
+        self.device, self.tick = device, tick
+        self.samples: list[tuple[float, float]] = []
+
+    def sample(self) -> None:
+        """Read MHz of the multiprocessors and W, both of the last moments."""
+        if torch.device(self.device).type == "cuda":
+            with suppress(Exception):  # NVML is not there, or does not say
+                clock, power = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3
+                self.samples.append((clock, power))
+        self.tick()
+
+    def __str__(self) -> str:
+        if not self.samples:
+            return ""
+        clock, power = map(statistics.median, zip(*self.samples, strict=True))
+        return f"{clock:.0f} MHz, {power:.0f} W"
 
 
 def peak(device: str) -> int:
