@@ -472,6 +472,24 @@ def test_chunks_of_a_cache(q_len):
         torch.testing.assert_close(out[n : n + 1], row)
 
 
+def test_a_cache_in_float8():
+    narrow = torch.float8_e4m3fn
+    q, new = (torch.randn(2, 3, h, 16).to(narrow) for h in (4, 2))
+    k, v = (torch.randn(2, 16, 2, 16).to(narrow) for _ in range(2))
+    lengths, scales = torch.tensor([9, 13]).int(), 0.5 + torch.rand(3, 2, 2)
+    words = {"cache_seqlens": lengths, "causal": True}
+    wide = [x.float() for x in (q, k, v, new, new)]
+    wide[0] *= scales[0].repeat_interleave(2, 1)[:, None, :, None]
+    for x, scale in zip(wide[1:], scales[[1, 2, 1, 2]], strict=True):
+        x *= scale[:, None, :, None]
+    out = flash3.flash_attn_with_kvcache(
+        q, k, v, new, new, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2], **words
+    )
+    assert out.dtype == torch.bfloat16
+    expected = flash3.flash_attn_with_kvcache(*wide, **words)
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("version", [flash, flash3, flash4])
 def test_compiled(version):
     q = Sequences(HQ, False, False, lengths=[5, 9, 2])
@@ -565,6 +583,11 @@ REFUSED = {
         "virtual_batch_idx", lambda: flash4.flash_attn_combine(
             torch.ones(2, 2, 3, 4, 8), torch.ones(2, 2, 3, 4),
             virtual_batch_idx=torch.tensor([0, 0]).int(),
+        ),
+    ),
+    "lengths": (
+        "block_table", lambda: flash.flash_attn_with_kvcache(
+            Q[:, :1], K, K, cache_seqlens=torch.tensor([1, 7]).int()
         ),
     ),
     "gqa": ("enable_gqa", lambda: torch_varlen.varlen_attn(P, R, R, CU, CU, 6, 6)),

@@ -109,6 +109,11 @@ def _is_float8(x: Tensor) -> bool:
     return x.is_floating_point() and x.dtype.itemsize == 1
 
 
+def widened(x: Tensor) -> Tensor:
+    """Return x, in float32 where it is float8."""
+    return x.float() if _is_float8(x) else x
+
+
 def descaled(
     tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Any, Any, Any],
     q_side: Side | None = None, k_side: Side | None = None,

@@ -12,7 +12,7 @@ from ..mods import causal as lower_right
 from ..mods.base import value
 from ..nn.rotary import Angles, Rotary
 from .errors import CallError, NotSupported
-from .flash_attend import Results, both, same_chunk, side_of
+from .flash_attend import Results, both, result_dtype, same_chunk, side_of, widened
 from .flash_parts import (
     FLASH_2,
     FlashOptions,
@@ -119,10 +119,10 @@ def flash_attn_with_kvcache(
     - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: how the work is cut, which is
       chosen here, and changes no result.
 
-    **Returns:** `(b, q_len, hq, dv)` or `(tokens, hq, dv)`; with `return_softmax_lse` also the
-    log-sum-exp `(b, hq, q_len)` or `(hq, tokens)`.
-
     - `attention_chunk`: a query sees the keys of its own chunk of so many alone; 0: no chunks.
+
+    **Returns:** `(b, q_len, hq, dv)` or `(tokens, hq, dv)`, bfloat16 for a q in float8; with
+    `return_softmax_lse` also the log-sum-exp `(b, hq, q_len)` or `(hq, tokens)`.
 
     **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for `qv`.
     """
@@ -147,6 +147,8 @@ def flash_attn_with_kvcache(
         check_axes(name, x, "(rows, length, heads, width)")
     if packed and max_seqlen_q is None:
         max_seqlen_q = q.shape[0]
+    dtype, q = result_dtype(q), widened(q)
+    k, v = (None if x is None else widened(x) for x in (k, v))
     b = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
     pages = _table(block_table, page_table, cache_batch_idx, b)
     lengths = _lengths(cache_seqlens, b, k_cache, pages)
@@ -173,6 +175,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, options, lengths, pages, cu_seqlens_q, max_seqlen_q, cache_leftpad,
         k_descale, v_descale,
     )  # fmt: skip
+    out = out.to(dtype)
     return (out, lse) if want_lse else out
 
 
@@ -335,7 +338,7 @@ def _append(
         count = cu.diff()
     size = k_cache.shape[1]
     capacity = size * (1 if pages is None else pages.shape[1])
-    would = f"would be its number {{}}, but the cache has room for {capacity} keys a row"
+    would = f"would be its number {{}}, but {_NO_ROOM} {capacity} keys a row"
     _check_room(positions, row, capacity, would)
     if pages is not None:
         owner, row, positions = row, pages[row, positions // size].long(), positions % size
@@ -344,6 +347,9 @@ def _append(
         _check_room(row, owner, count_pages, belongs)
     k_cache[row, positions], v_cache[row, positions] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     return (lengths + count).to(torch.int32)
+
+
+_NO_ROOM = "the cache, or the pages that block_table names, has room for"
 
 
 def _check_room(places: Tensor, row: Tensor, room: int, fault: str) -> None:
@@ -385,12 +391,18 @@ def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> An
 
 
 def _lengths(lengths: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:
-    if isinstance(lengths, Tensor):
-        return lengths.to(torch.int32)
-    if lengths is None:
-        lengths = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
-    length = int(number("cache_seqlens", lengths))
-    return torch.full((b,), length, dtype=torch.int32, device=k_cache.device)
+    capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    if not isinstance(lengths, Tensor):
+        length = capacity if lengths is None else int(number("cache_seqlens", lengths))
+        return torch.full((b,), length, dtype=torch.int32, device=k_cache.device)
+    if lengths.is_cpu and not torch.compiler.is_compiling() and lengths.numel():
+        low, high = (int(n) for n in lengths.aminmax())
+        if low < 0 or high > capacity:
+            wrong = low if low < 0 else high
+            raise CallError(
+                f"cache_seqlens has {wrong}, but {_NO_ROOM} {capacity} keys a row, from 0 on"
+            )
+    return lengths.to(torch.int32)
 
 
 def _descaled(q: Tensor, scale: Tensor, cu: Tensor | None) -> Tensor:
