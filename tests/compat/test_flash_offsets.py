@@ -141,8 +141,10 @@ def test_refusals_are_those_of_what_is_written_now():
     with pytest.raises(RuntimeError, match="max_seqlen_q=2, but the longest sequence has 3"):
         go(2)
     go(torch.tensor(3))
-    offsets[2] = 4
-    with pytest.raises(RuntimeError, match=r"cu_seqlens_q must rise from 0 to 5.* \[0, 3, 4\]"):
+    offsets[2] = 6
+    with pytest.raises(
+        RuntimeError, match=r"cu_seqlens_q must rise from 0 to at most 5.* \[0, 3, 6\]"
+    ):
         go(3)
 
 
@@ -165,7 +167,7 @@ class Readers(TorchDispatchMode):
 def test_a_capture_finds_and_leaves_nothing():
     """All that a captured call makes of offsets is made by operators in the graph, from them."""
     q, offsets = torch.randn(TOTAL, 2, 8), torch.tensor(cuts(), dtype=torch.int32)
-    sides = [flash_sequences.Side(x, TOTAL, offsets, None, 0, TOTAL) for x in "qk"]
+    sides = [flash_sequences.Side(x, TOTAL, offsets, None, longest=TOTAL) for x in "qk"]
     spans = lambda: flash_sequences.pack(*sides, offsets.device, (None, 0), 0)
     call(q, offsets, offsets)
     known, known_size = spans(), len(flash_sequences._known)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import flash_cache
 from .errors import CallError
-from .flash_attend import attend, descaled, joined, result_dtype, side_of
+from .flash_attend import attend, descaled, in_dtype_of, joined, side_of
 from .flash_pages import attend_rows
 from .flash_parts import (
     FLASH_3,
@@ -75,10 +75,10 @@ def flash_attn_func(
         softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
         return_attn_probs, learnable_sink,
     )  # fmt: skip
-    dtype = result_dtype(q)
-    q, k, v = descaled((q, k, v), (q_descale, k_descale, v_descale))
-    out, lse, _ = attend(*joined(q, k, v, qv), options)
-    out = out.to(dtype)
+    scales = q_descale, k_descale, v_descale
+    tensors = descaled((q, k, v), scales)
+    out, lse, _ = attend(*joined(*tensors, qv), options)
+    out = in_dtype_of(q, out, *scales)
     return (out, lse) if options.want_lse else out
 
 
@@ -165,12 +165,12 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     q_side = side_of("q", q, cu_seqlens_q, seqused_q, max_seqlen_q)
     k_side = side_of("k", k, cu_seqlens_k, seqused_k, max_seqlen_k)
-    dtype = result_dtype(q)
-    q, k, v = descaled((q, k, v), (q_descale, k_descale, v_descale), q_side, k_side)
+    scales = q_descale, k_descale, v_descale
+    tensors = descaled((q, k, v), scales, q_side, k_side)
     out, lse, _ = attend_rows(
-        *joined(q, k, v, qv), q_side, (cu_seqlens_k, seqused_k, max_seqlen_k), None, options
+        *joined(*tensors, qv), q_side, (cu_seqlens_k, seqused_k, max_seqlen_k), None, options
     )
-    out = out.to(dtype)
+    out = in_dtype_of(q, out, *scales)
     return (out, lse) if options.want_lse else out
 
 

@@ -213,7 +213,8 @@ def _options(
     options = options_of(
         FLASH_4, scale, causal, window, softcap, deterministic, limits=limits_of_signed,
         sink=tensor_or_none("learnable_sink", sink, FLASH_4),
-        score=function_of("score_mod", score_mod, 5), mask=function_of("mask_mod", mask_mod, 4),
+        score=function_of("score_mod", score_mod, "score, b, h, q_idx, kv_idx"),
+        mask=function_of("mask_mod", mask_mod, "b, h, q_idx, kv_idx"),
         want_lse=flag("return_lse", want_lse, FLASH_4),
     )  # fmt: skip
     if options.softcap and options.score is not None:
@@ -232,6 +233,10 @@ def _with_blocks(options: FlashOptions, blocks: Any, q: Tensor, k: Tensor) -> Fl
         raise CallError(
             "block_sparse_tensors together with causal or window_size: blocks and mask_mod say "
             "which keys are seen; leave causal and window_size out"
+        )
+    if not hasattr(blocks, "mask_block_cnt"):
+        raise CallError(
+            f"block_sparse_tensors must be a BlockSparseTensorsTorch, got {type(blocks).__name__}"
         )
     if getattr(blocks, "cu_total_m_blocks", None) is not None:
         raise NotSupported(f"block_sparse_tensors: {_INSTEAD['block_sparse_tensors']}")

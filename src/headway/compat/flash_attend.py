@@ -1,20 +1,19 @@
 """The calls of all versions of FlashAttention, in the words of `flash_parts.FlashOptions`."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ModError
-from ..mods import Mask
+from ..mods import Mask, Score
 from ..mods import causal as lower_right
 from ..mods.base import Both, MaskFn, Not, ScoreFn, Then, value
 from ..run import run, run_out
 from ..types import Request
 from .errors import CallError, CallModError, NotSupported
 from .flash_parts import FlashOptions, heads_swapped, score_of, shown
-from .flash_sequences import PackedSequences, Side, SideNames, pack
+from .flash_sequences import Side, SideNames, pack
 
 _NAMES = SideNames()
 
@@ -38,6 +37,40 @@ class same_chunk(Mask):
         return (q_idx + self.offset) // self.size == kv_idx // self.size
 
 
+@value
+class score_in_sequence(Score):
+    """`score` with the sequence as b, and positions counted from its start."""
+
+    score: ScoreFn
+    row: Tensor  # (tokens,) the sequence of every query
+    first_q: Tensor  # (sequences,)
+    first_k: Tensor  # (sequences,)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        """Accept the sizes of the row: `score` is made for sequences."""
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        n = self.row[q_idx]
+        return self.score(score, n, h, q_idx - self.first_q[n], kv_idx - self.first_k[n])
+
+
+@value
+class mask_in_sequence(Mask):
+    """`mask` with the sequence as b, and positions counted from its start."""
+
+    mask: MaskFn
+    row: Tensor  # (tokens,) the sequence of every query
+    first_q: Tensor  # (sequences,)
+    first_k: Tensor  # (sequences,)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        """Accept the sizes of the row: `mask` is made for sequences."""
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        n = self.row[q_idx]
+        return self.mask(n, h, q_idx - self.first_q[n], kv_idx - self.first_k[n])
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Results:
     """Attend to whole sequences: q `(b, length, heads, width)`, the last query at the last key."""
     offset = k.shape[1] - q.shape[1]
@@ -53,6 +86,8 @@ def attend_sequences(
 ) -> Results:
     """Attend inside of sequences: q `(tokens, heads, width)`, or padded `(b, length, heads,
     width)`, and likewise the keys. Queries that no sequence has get 0."""
+    if k.shape[:-1] != v.shape[:-1]:
+        raise CallError(f"k {tuple(k.shape)} and v {tuple(v.shape)} differ before their width")
     if options.blocks is not None:
         raise NotSupported(
             "block_sparse_tensors of packed or partly used sequences; pass their mask as mask_mod"
@@ -61,8 +96,11 @@ def attend_sequences(
     score = score_of(
         options.softcap, options.slopes, packed.diagonal, q_side.sequences, q.shape[-2], packed.row
     )
-    score = _then(score, _in_sequence(_local_score, options.score, packed))
-    mask = both(packed.mask, _in_sequence(_local_mask, options.mask, packed))
+    place, mask = (packed.row, packed.first_q, packed.first_k), packed.mask
+    if options.score is not None:
+        score = _then(score, score_in_sequence(options.score, *place))
+    if options.mask is not None:
+        mask = both(mask, mask_in_sequence(options.mask, *place))
     rows = q.shape[:-2]
     in_one_row = lambda x: x.reshape(1, -1, *x.shape[-2:])
     out, lse, max_logit = _run(in_one_row(q), in_one_row(k), in_one_row(v), score, mask, options)
@@ -77,6 +115,10 @@ def side_of(
 ) -> Side:
     """Return where the sequences of q or k lie: packed `(tokens, heads, width)`, or in rows."""
     packed = x.dim() == 3
+    if cu is not None and not (isinstance(cu, Tensor) and cu.dim() == 1 and cu.shape[0] > 1):
+        raise CallError(
+            f"{names.offsets}_{name} must be an int tensor (sequences + 1,), got {shown(cu)}"
+        )
     if (cu is None) == packed:
         raise CallError(
             f"{name} is {tuple(x.shape)}: packed, (tokens, heads, width), goes with "
@@ -84,8 +126,8 @@ def side_of(
         )
     if longest is not None and not torch.compiler.is_compiling():
         longest = int(longest)
-    tokens, row = (x.shape[0], 0) if packed else (x.shape[0] * x.shape[1], x.shape[1])
-    return Side(name, tokens, cu, used, row, longest, names)
+    rows, row = (0, 0) if packed else x.shape[:2]
+    return Side(name, x.shape[0] if packed else rows * row, cu, used, rows, row, longest, names)
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,9 +142,11 @@ def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, 
     return torch.cat((q, qv), -1), torch.cat((k, v), -1), v
 
 
-def result_dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype of out: bfloat16 for float8."""
-    return torch.bfloat16 if _is_float8(q) else q.dtype
+def in_dtype_of(q: Tensor, out: Tensor, *scales: Any) -> Tensor:
+    """Return out in bfloat16 for a q in float8, and in q's dtype where scales widened it."""
+    if _is_float8(q):
+        return out.to(torch.bfloat16)
+    return out if scales == (None,) * len(scales) else out.to(q.dtype)
 
 
 def _is_float8(x: Tensor) -> bool:
@@ -138,14 +182,17 @@ def descaled(
     return tuple(scaled)  # type: ignore[return-value]
 
 
-def unpaged(k: Tensor, page_table: Tensor) -> Tensor:
+def unpaged(k: Tensor, page_table: Tensor, lengths: Tensor) -> Tensor:
     """Return the keys of every row, `(rows, pages · page, heads, width)`, copied."""
-    pages = page_table.long()
-    if pages.is_cpu and not torch.compiler.is_compiling():
-        last = len(k) - 1
-        if bool((pages > last).any()):
-            raise CallError(f"block_table names page {int(pages.max())}, but there are {len(k)}")
-    return k[pages.clamp(min=0)].flatten(1, 2)
+    pages, last = page_table.long(), len(k) - 1
+    if pages.is_cpu and lengths.is_cpu and not torch.compiler.is_compiling():
+        first_key = torch.arange(pages.shape[1], device=pages.device) * k.shape[1]
+        read = first_key < lengths[:, None]  # entries after a row's last page may hold anything
+        wrong = read & ((pages < 0) | (pages > last))
+        if bool(wrong.any()):
+            n = int(pages[wrong][0])
+            raise CallError(f"the table of pages names page {n}, which is none of the {len(k)}")
+    return k[pages.clamp(0, last)].flatten(1, 2)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, options: FlashOptions) -> Results:
@@ -189,24 +236,3 @@ def _then(first: ScoreFn | None, second: ScoreFn | None) -> ScoreFn | None:
     if first is None or second is None:
         return second if first is None else first
     return Then(first, second)
-
-
-# -- functions of positions inside of a sequence ---------------------------------------------------
-
-
-def _in_sequence(local: Any, function: Any, packed: PackedSequences) -> Any:
-    if function is None:
-        return None
-    return partial(
-        local, function=function, row=packed.row, first_q=packed.first_q, first_k=packed.first_k
-    )
-
-
-def _local_score(score, b, h, q_idx, kv_idx, *, function, row, first_q, first_k):
-    n = row[q_idx]
-    return function(score, n, h, q_idx - first_q[n], kv_idx - first_k[n])
-
-
-def _local_mask(b, h, q_idx, kv_idx, *, function, row, first_q, first_k):
-    n = row[q_idx]
-    return function(n, h, q_idx - first_q[n], kv_idx - first_k[n])

@@ -12,7 +12,7 @@ from ..mods import causal as lower_right
 from ..mods.base import value
 from ..nn.rotary import Angles, Rotary
 from .errors import CallError, NotSupported
-from .flash_attend import Results, both, result_dtype, same_chunk, side_of, widened
+from .flash_attend import Results, both, in_dtype_of, same_chunk, side_of, widened
 from .flash_parts import (
     FLASH_2,
     FlashOptions,
@@ -147,7 +147,7 @@ def flash_attn_with_kvcache(
         check_axes(name, x, "(rows, length, heads, width)")
     if packed and max_seqlen_q is None:
         max_seqlen_q = q.shape[0]
-    dtype, q = result_dtype(q), widened(q)
+    given_q, q = q, widened(q)
     k, v = (None if x is None else widened(x) for x in (k, v))
     b = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
     pages = _table(block_table, page_table, cache_batch_idx, b)
@@ -175,7 +175,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, options, lengths, pages, cu_seqlens_q, max_seqlen_q, cache_leftpad,
         k_descale, v_descale,
     )  # fmt: skip
-    out = out.to(dtype)
+    out = in_dtype_of(given_q, out)
     return (out, lse) if want_lse else out
 
 

@@ -34,7 +34,7 @@ def attend_rows(
             (q_side.longest or q_side.tokens) if packed else None,
         )  # fmt: skip
         return Results(out, lse, None if max_logit is None else max_logit.amax(0))
-    k, v = unpaged(k, pages), unpaged(v, pages)
+    k, v = unpaged(k, pages, used_k), unpaged(v, pages, used_k)
     k_side = side_of("k", k, None, used_k, longest, names)
     return attend_sequences(q, k, v, q_side, k_side, options)
 
@@ -49,8 +49,8 @@ def _lengths(pages: Any, cu: Any, used: Any, q_side: Side) -> Tensor:
         raise CallError(f"pages do not say how many keys there are: pass {names.used}_k")
     q_side.check(pages.device)
     rows = pages.shape[0]
-    Side("k", rows, cu, None, 1, names=names).check(pages.device)
-    Side("k", rows, None, used, 1, names=names).check(pages.device)
+    Side("k", rows, cu, None, rows, names=names).check(pages.device)
+    Side("k", rows, None, used, rows, names=names).check(pages.device)
     if rows != q_side.sequences or (cu is not None and cu.shape[0] != rows + 1):
         raise CallError(
             f"the table of pages has {rows} rows, but q has {q_side.sequences} sequences, and "

@@ -243,27 +243,25 @@ def check_tuning(
         flag("pack_gqa", pack_gqa, places)
 
 
-def function_of(name: str, fn: Any, count: int) -> Callable | None:
-    """Check a function of PyTorch's ops with `count` arguments. FlashAttention-4's own are for its
-    kernels."""
-    if fn is None:
-        return None
+def function_of(name: str, fn: Any, arguments_of: str) -> Any:
+    """Refuse a function of CuTe, which has more arguments than Headway's. Tracing says what is
+    wrong with any other."""
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature: tracing says what is wrong
+    except (TypeError, ValueError):
         return fn
-    required = [
-        p for p in parameters
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
-    if len(required) <= count:
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    required = [x for x in parameters if x.default is x.empty and x.kind in positional]
+    if len(required) <= _MOST_ARGUMENTS:
         return fn
-    arguments_of = ("score, " if count == 5 else "") + "b, h, q_idx, kv_idx"
     raise NotSupported(
         f"{name} takes {len(required)} arguments: FlashAttention-4's functions of CuTe run in its "
         f"kernels alone. Write it with PyTorch's ops as f({arguments_of}), and let it capture what "
         "aux_tensors and aux_scalars hold"
     )
+
+
+_MOST_ARGUMENTS = 5  # of a score or mask
 
 
 def _misplaced(name: str, x: Any, wanted: str, places: str) -> CallError:

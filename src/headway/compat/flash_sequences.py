@@ -34,21 +34,22 @@ class SideNames(NamedTuple):
 class Side(NamedTuple):
     """The sequences of the queries, or of the keys, in a row of tokens.
 
-    Packed by offsets `cu`, or in rows of `row` tokens; `used` says how many of each are there.
+    Packed by offsets `cu`, or in `rows` of `row` tokens; `used` says how many of each are there.
     """
 
     name: str  # "q" or "k"
     tokens: int
     cu: Tensor | None
     used: Tensor | None
-    row: int = 0  # 0 where they are packed
+    rows: int = 0  # where they are padded: how many rows there are,
+    row: int = 0  # and how long each is
     longest: int | None = None  # no sequence is longer, as the caller says
     names: SideNames = SideNames()
 
     @property
     def sequences(self) -> int:
         """The number of sequences."""
-        return self.cu.shape[0] - 1 if self.cu is not None else self.tokens // max(self.row, 1)
+        return self.rows if self.cu is None else self.cu.shape[0] - 1
 
     def check(self, device: torch.device) -> None:
         """Check kinds, shapes and devices."""
@@ -147,7 +148,7 @@ def pack(q: Side, k: Side, device: torch.device, limits: Limits, chunk: int) -> 
             "tokens or the rows of the tensors differ"
         )
     tensors = [x for side in (q, k) for x in (side.cu, side.used) if x is not None]
-    if torch.compiler.is_compiling() or any(x.is_meta for x in tensors):
+    if torch.compiler.is_compiling() or not all(map(_holds_numbers, tensors)):
         return _new_packed(q, k, device, limits, chunk)
 
     def checked() -> PackedSequences:
@@ -158,8 +159,12 @@ def pack(q: Side, k: Side, device: torch.device, limits: Limits, chunk: int) -> 
 
     if not tensors:
         return checked()
-    sizes = [(x.tokens, x.row, x.longest, x.cu is None, x.used is None) for x in (q, k)]
+    sizes = [(x.tokens, x.rows, x.longest, x.cu is None, x.used is None) for x in (q, k)]
     return _known.of(tensors, (*sizes, limits, chunk), checked)
+
+
+def _holds_numbers(x: Tensor) -> bool:
+    return not x.is_meta and type(x).__name__ != "FakeTensor"
 
 
 def _new_packed(

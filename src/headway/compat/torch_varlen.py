@@ -176,10 +176,10 @@ def _attend(
         raise CallValueError(f"query's {hq} heads are no multiple of key's {hk}")
     if num_splits is not None:
         number("num_splits", num_splits, "See torch.nn.attention.varlen")
-    if len(window) != 2:
-        raise CallValueError(f"window_size must have length 2, got {len(window)}")
-    options = FlashOptions(
-        scale, limits_of(False, window), want_lse=want_lse, want_max_logit=want_max_logit
-    )
+    try:
+        limits = limits_of(False, window)
+    except CallError as error:
+        raise CallValueError(str(error)) from None
+    options = FlashOptions(scale, limits, want_lse=want_lse, want_max_logit=want_max_logit)
     q_side = side_of("q", query, cu_q, None, max_q, SideNames("cu_seq", "seqused", "max"))
     return attend_rows(query, key, value, q_side, (cu_k, used_k, max_k), pages, options)
