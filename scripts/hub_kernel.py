@@ -17,6 +17,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "headway"
 LEFT_OUT = ("cli",)  # it needs packages that a kernel may not
+# transformers looks for these in a kernel that is named as attn_implementation.
+FLASH = """
+from .compat.flash import flash_attn_func as flash_attn_func
+from .compat.flash import flash_attn_varlen_func as flash_attn_varlen_func
+from .compat.flash import flash_attn_with_kvcache as flash_attn_with_kvcache
+"""
 
 
 def lay_out(folder: Path, source: Path = SOURCE) -> Path:
@@ -24,6 +30,8 @@ def lay_out(folder: Path, source: Path = SOURCE) -> Path:
     variant = folder / "build" / "torch-universal"
     shutil.rmtree(variant, ignore_errors=True)
     shutil.copytree(source, variant, ignore=_left_out(source))
+    with (variant / "__init__.py").open("a") as init:
+        init.write(FLASH)
     digest = hashlib.sha256()
     for path in sorted(variant.rglob("*.py")):
         digest.update(f"{path.relative_to(variant).as_posix()}\n".encode() + path.read_bytes())

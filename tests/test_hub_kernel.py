@@ -5,6 +5,7 @@ metadata.json), so that the tests do not need it.
 """
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -124,3 +125,50 @@ def test_only_pytorch_and_triton_are_imported_at_the_start(tmp_path: Path, lay_o
             found |= {(name, top.partition(".")[0]) for top in tops}
     strange = {pair for pair in found if pair[1] not in allowed and not pair[0].startswith(LATE)}
     assert not strange
+
+
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+def test_transformers_takes_the_kernel_by_its_name(
+    family: str, tmp_path: Path, lay_out, monkeypatch
+) -> None:
+    """`attn_implementation="owner/headway"`: what `kernels` downloads is loaded from a folder."""
+    hf = pytest.importorskip("transformers", reason="transformers 5 is not installed")
+    import torch
+    from transformers import modeling_utils
+    from transformers.integrations import hub_kernels
+
+    variant = lay_out(tmp_path)
+    name = json.loads((variant / "metadata.json").read_text())["id"]
+    spec = util.spec_from_file_location(name, variant / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    monkeypatch.setitem(sys.modules, name, kernel := util.module_from_spec(spec))
+    spec.loader.exec_module(kernel)
+    for module in (hub_kernels, modeling_utils):
+        monkeypatch.setattr(module, "is_kernels_available", lambda *_, **__: True, raising=False)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: kernel)
+    calls = []
+    real = kernel.flash_attn_varlen_func
+    counting = functools.wraps(real)(lambda *a, **k: calls.append(1) or real(*a, **k))
+    kernel.flash_attn_varlen_func = counting  # its signature tells transformers what it takes
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    if family == "GptOss":  # with sinks and windows
+        sizes |= {"head_dim": 8, "sliding_window": 4, "num_local_experts": 2}
+        sizes |= {"num_experts_per_tok": 1}
+    config = getattr(hf, f"{family}Config")(**sizes)
+    model = getattr(hf, f"{family}ForCausalLM")._from_config(config, attn_implementation="eager")
+    model.eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    tokens, kept = torch.randint(1, 64, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    kept[0, :3] = 0
+    run = lambda: (model(tokens).logits, model(tokens, attention_mask=kept).logits[kept.bool()])
+    expected = run()
+    model.set_attn_implementation(f"owner/{family}")  # transformers loads a name once
+    for got, right in zip(run(), expected, strict=True):
+        torch.testing.assert_close(got, right)
+    assert len(calls) == 2  # of the padded rows, in every layer

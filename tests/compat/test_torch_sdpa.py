@@ -428,3 +428,48 @@ def test_function_modes_have_their_say():
     with use_for_sdpa(), Mode() as mode:
         F.scaled_dot_product_attention(q, q, q)
     assert mode.seen == 1
+
+
+def test_torchscript_inside_calls_ours(monkeypatch):
+    calls = []
+    real = ours.attention
+    monkeypatch.setattr(ours, "attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
+    want = layer(x, x, x, need_weights=False)[0]
+
+    def three(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with use_for_sdpa():
+        scripted = torch.jit.script(layer)
+        function = torch.jit.script(three)
+        torch.testing.assert_close(scripted(x, x, x, need_weights=False)[0], want)
+        q = torch.randn(1, 2, 5, 4, requires_grad=True)
+        out = function(q, q, q)
+    assert len(calls) == 2
+    right = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(out, right)
+    (got,), (true,) = (torch.autograd.grad(y.sin().sum(), q) for y in (out, right))
+    torch.testing.assert_close(got, true)
+
+
+def test_pytorchs_registry_of_implementations():
+    functional, registry = torch.nn.functional, torch.nn.attention
+    holder = [functional.scaled_dot_product_attention]  # in a list: not rerouted
+    ours.register()
+    assert "headway" in registry.list_flash_attention_impls()
+    assert functional.scaled_dot_product_attention is holder[0]
+    registry.activate_flash_attention_impl("headway")
+    assert registry.current_flash_attention_impl() == "headway"
+    with use_for_sdpa():
+        assert functional.scaled_dot_product_attention is scaled_dot_product_attention
+    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
+    registry.activate_flash_attention_impl("headway")  # again: the first one is removed
+    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
+    registry.restore_flash_attention_impl()
+    assert functional.scaled_dot_product_attention is holder[0]
+    with use_for_sdpa():
+        registry.activate_flash_attention_impl("headway")
+    assert functional.scaled_dot_product_attention is scaled_dot_product_attention
+    registry.restore_flash_attention_impl()
+    assert functional.scaled_dot_product_attention is holder[0]

@@ -86,6 +86,28 @@ def scaled_dot_product_attention(
     return out if leading is None else out.reshape(*leading, *out.shape[2:])
 
 
+@torch.jit.ignore  # TorchScript calls it in Python
+def _in_python(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+
+
+def _scripted(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute what TorchScript compiles in place of ours: an ignored function has no defaults."""
+    return _in_python(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+scaled_dot_product_attention.__prepare_scriptable__ = lambda: _scripted  # type: ignore[attr-defined]
+
+
 def _nested(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
     enable_gqa: Any,
@@ -124,22 +146,55 @@ def use_for_sdpa() -> Iterator[None]:
     Every module that holds `torch.nn.functional.scaled_dot_product_attention`, under any name, gets
     ours, in all threads, and its own back afterwards; so does a module that is imported meanwhile.
     Not reached: copies held by objects and closures, and C++ paths that do not call it
-    (`nn.TransformerEncoderLayer` in evaluation).
+    (`nn.TransformerEncoderLayer` in evaluation). What `torch.jit.script` compiles inside keeps
+    calling ours, in Python, and cannot be saved.
     """
     original = torch.nn.functional.scaled_dot_product_attention
-    if original is scaled_dot_product_attention:  # inside another one
-        yield
-        return
-    held = _holders(original)
-    already_ours = {(id(names), name) for names, name in _holders(scaled_dot_product_attention)}
-    for names, name in held:
-        names[name] = scaled_dot_product_attention
+    if not _inside:
+        ours = {(id(names), name) for names, name in _holders(scaled_dot_product_attention)}
+        held = _holders(original)
+        _rerouted[:] = [(original, held, ours)]
+        for names, name in held:
+            names[name] = scaled_dot_product_attention
+    _inside.append(None)
     try:
         yield
     finally:
-        for names, name in held + _holders(scaled_dot_product_attention):
-            if (id(names), name) not in already_ours:
-                names[name] = original
+        _inside.pop()
+        if not _inside:  # the last one out, whichever it is
+            original, held, ours = _rerouted.pop()
+            for names, name in held + _holders(scaled_dot_product_attention):
+                if (id(names), name) not in ours:
+                    names[name] = original
+
+
+_inside: list[None] = []  # one entry for each `with` that has begun and not ended
+_rerouted: list[tuple[Any, list[tuple[dict[str, Any], str]], set[tuple[int, str]]]] = []
+
+
+class _Activated:
+    """A reroute that PyTorch holds while it is active, and removes."""
+
+    def __init__(self) -> None:
+        self.reroute = use_for_sdpa()
+        self.reroute.__enter__()
+
+    def remove(self) -> None:
+        self.reroute.__exit__(None, None, None)
+
+
+def register(name: str = "headway") -> None:
+    """Make `torch.nn.attention.activate_flash_attention_impl(name)` reroute PyTorch's function.
+
+    Every call then runs Headway, as inside `use_for_sdpa`, until
+    `torch.nn.attention.restore_flash_attention_impl()`. PyTorch's `varlen_attn` keeps its own
+    kernels: see `headway.compat.torch_varlen`.
+
+    **Raises:** `ImportError` where PyTorch has no such registry.
+    """
+    from torch.nn.attention import register_flash_attention_impl
+
+    register_flash_attention_impl(name, register_fn=_Activated)
 
 
 def _holders(function: Any) -> list[tuple[dict[str, Any], str]]:
