@@ -93,6 +93,19 @@ def test_nested_tensors_are_refused(name, layout):
         NESTED[name](nested)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_captured_nested_tensors_are_refused(layout):
+    q = torch.randn(1, 1, 5, 4)
+    ids = torch.nested.nested_tensor([torch.arange(3), torch.arange(2)], layout=layout)
+    for option in (
+        {"mask": lambda b, h, i, j: ids[b, i] == ids[b, j]}, {"mask": hw.document(ids)},
+        {"score": lambda s, b, h, i, j: s + ids[b, j]},
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match="nested tensor; pad it"):
+            hw.attention(q, q, q, **option)
+
+
 # -- (batch, heads, length, width) given to the functions of FlashAttention ------------------------
 
 

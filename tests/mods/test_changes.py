@@ -297,6 +297,102 @@ def test_what_is_traced_at_every_call_is_said(name):
         assert told in explained
 
 
+class Owner(nn.Module):
+    """A module of the user's. Its methods are PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sub = nn.Linear(2, 2)
+        self.register_buffer("ids", torch.zeros(1))
+
+
+def reads_of_a_module() -> list[str]:
+    """The methods of a module that return another text after a parameter, a buffer and a submodule
+    were added: found by calling all of them."""
+    before, after = Owner(), Owner()
+    grow(after)
+    found = []
+    for name in sorted({*dir(nn.Module)} - {"compile"}):
+        try:
+            texts = [shown(module, name) for module in (before, after)]
+        except Exception:  # noqa: BLE001 it takes arguments, or is no method
+            continue
+        if texts[0] != texts[1] and texts[0] == shown(Owner(), name):
+            found.append(name)
+    return found
+
+
+def grow(module: nn.Module) -> None:
+    module.sub.extra = nn.Linear(3, 3)
+    module.register_buffer("more", torch.zeros(2))
+
+
+def shown(module: nn.Module, name: str) -> int:
+    result = getattr(module, name)()
+    items = result if isinstance(result, str) else list(result)
+    if not all(isinstance(item, str | tuple | Tensor | nn.Module) for item in items):
+        raise TypeError(name)
+    return len(items)
+
+
+@pytest.mark.parametrize("how", ["by name", "of the class", "bound"])
+@pytest.mark.parametrize("name", reads_of_a_module())
+def test_what_methods_of_modules_read_is_seen(name, how):
+    """PyTorch's methods read all of a module of yours, by names that are not in your code."""
+    module = Owner()
+    of_class, bound = getattr(nn.Module, name), getattr(module, name)
+    length = {
+        "by name": eval(f"lambda: len(list(module.{name}()))", {"module": module}),
+        "of the class": lambda: len(list(of_class(module))),
+        "bound": lambda: len(list(bound())),
+    }[how]
+    first = length()
+    fn = lambda b, h, i, j: (i - j).abs() < (3 if length() == first else 8)
+    check(fn, "mask")
+    grow(module)
+    check(fn, "mask")
+    assert length() != first
+
+
+def test_modules_that_derive_from_containers_are_seen():
+    class Layers(nn.ModuleList):
+        pass
+
+    layers = Layers([nn.Linear(3, 3)])
+    for fn in (
+        lambda b, h, i, j: (i - j).abs() < 3 * len(layers),
+        lambda b, h, i, j: (i - j).abs() < sum(layer.in_features for layer in layers),
+    ):
+        check(fn, "mask")
+        layers.append(nn.Linear(2, 2))
+        check(fn, "mask")
+
+
+def test_names_of_buffers_are_seen():
+    act = nn.Tanh()
+    act.register_buffer("a", torch.zeros(1))
+    fn = lambda b, h, i, j: (i - j).abs() < (3 if "a" in dict(act.named_buffers()) else 8)
+    kept = lambda b, h, i, j: (i - j).abs() < 3 + len(act.state_dict())
+    for each in (fn, kept):
+        check(each, "mask")
+    act.register_buffer("b", act._buffers.pop("a"))
+    act._non_persistent_buffers_set.add("b")
+    for each in (fn, kept):
+        check(each, "mask")
+
+
+@pytest.mark.parametrize("read", [
+    object.__getattribute__, types.ModuleType.__getattribute__,
+], ids=str)  # fmt: skip
+def test_methods_in_c_that_read_by_name_are_seen(read):
+    held: Any = types.ModuleType("w") if read.__objclass__ is types.ModuleType else Box()
+    held.w = 3
+    fn = lambda b, h, i, j: (i - j).abs() < read(held, "w")
+    check(fn, "mask")
+    held.w = 8
+    check(fn, "mask")
+
+
 def test_a_function_of_a_module_that_becomes_a_value_is_seen(monkeypatch):
     monkeypatch.setattr(math, "window", len, raising=False)
     fn = lambda b, h, i, j: (i - j).abs() < (3 if callable(math.window) else math.window)

@@ -183,6 +183,8 @@ def _operand(operand: Any, sign: str) -> Any:
 
 def check_shape(mod: str, name: str, tensor: Tensor, **sizes: int | None) -> None:
     """Refuse a captured tensor whose shape is not the call's sizes; None fits any."""
+    if tensor.is_nested:
+        raise ArgumentError(f"{mod}: {name} is a nested tensor; pad it, or pass its parts")
     expected = tuple(sizes.values())
     if None in expected and tensor.dim() == len(expected):
         expected = tuple([

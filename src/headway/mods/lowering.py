@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import operator
 import time
+import types
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import starmap
@@ -223,8 +224,9 @@ def _trace(
     if not functions:
         return Lowered(graph.text), []
     sources = [_find_source(reads, t) for t in function_tensors]
-    followed = set().union(*(r.codes for r in reads))
-    reason = opaque_read or traced.value_read or recorder.untracked_call(followed)
+    followed: set[types.CodeType] = set().union(*(r.codes for r in reads))
+    modules: set[int] = set().union(*(r.modules for r in reads))
+    reason = opaque_read or traced.value_read or recorder.untracked_call(followed, modules)
     if reason is None and None in sources:
         reason = "captures a tensor that no name leads to"
     if reason is None and any(

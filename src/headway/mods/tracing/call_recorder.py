@@ -22,6 +22,13 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 # `Function.apply` is written in Python up to PyTorch 2.13.
 _APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
+# Methods of `Module` that read by names in the caller's code, or nothing: calls, attributes.
+_MODULE_CODES = {
+    getattr(torch.nn.Module, name).__code__
+    for name in ("_call_impl", "_wrapped_call_impl", "__getattr__", "__setattr__")
+}
+_MODULE_INIT_CODE = torch.nn.Module.__init__.__code__
+_OF_MODULES = os.path.dirname(_modules.__file__) + os.sep
 
 
 class CallRecorder:
@@ -32,6 +39,8 @@ class CallRecorder:
     - `queried_torch`: a function was called that queries torch's state, such as autocast: its
       answer depends on the surroundings of the call.
     - `autograd_function`: a `torch.autograd.Function` was called, whose backward a trace loses.
+    - `modules`: by id the modules that ran methods of PyTorch's, each with a method and a line.
+    - `made`: the modules that were made meanwhile.
     - `hooked_module`: the line that calls a module with backward hooks, which a trace loses too.
     - `profiler_active`: another profiler is running, so nothing can be recorded.
     """
@@ -41,6 +50,8 @@ class CallRecorder:
         self.opaque_call: str | None = None
         self.queried_torch = False
         self.autograd_function = False
+        self.modules: dict[int, tuple[torch.nn.Module, str, str]] = {}
+        self.made: dict[int, torch.nn.Module] = {}
         self.hooked_module: str | None = None
         self.profiler_active = False
 
@@ -70,7 +81,9 @@ class CallRecorder:
             if code is _APPLY_CODE:
                 self.autograd_function = True
             if code is _MODULE_CALL_CODE and has_backward_hooks(frame.f_locals["self"]):
-                self._note_hooked_module(frame)
+                self.hooked_module = self.hooked_module or self._users_line(frame) or None
+            if code.co_filename.startswith(_OF_MODULES) and code not in _MODULE_CODES:
+                self._note_module(frame)
             if code not in self.called and not self._is_internal(frame):
                 caller = frame.f_back or frame
                 self.called[code] = caller.f_code.co_filename, caller.f_lineno
@@ -88,6 +101,16 @@ class CallRecorder:
             place = frame.f_code.co_filename, frame.f_lineno
             self.opaque_call = f"calls {display_name(arg)}{quote(place)}"
 
+    def _note_module(self, frame: types.FrameType) -> None:
+        """Note that a method of PyTorch's reads a module, or that one is made."""
+        code = frame.f_code
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(module, torch.nn.Module):
+            if code is _MODULE_INIT_CODE:
+                self.made[id(module)] = module
+            elif id(module) not in self.modules:
+                self.modules[id(module)] = module, code.co_qualname, self._users_line(frame)
+
     def _note_query(self, caller: types.FrameType | None, name: str) -> None:
         """Note that the user's code called a function of torch's that is not an op."""
         if caller is not None and not self.queried_torch and not self._is_internal(caller):
@@ -95,11 +118,11 @@ class CallRecorder:
             place = caller.f_code.co_filename, caller.f_lineno
             self.opaque_call = self.opaque_call or f"calls torch's {name}{quote(place)}"
 
-    def _note_hooked_module(self, frame: types.FrameType | None) -> None:
+    def _users_line(self, frame: types.FrameType | None) -> str:
+        """Return the line of the user's code that led to a frame, for messages."""
         while frame is not None and self._is_internal(frame):
             frame = frame.f_back
-        if frame is not None and self.hooked_module is None:
-            self.hooked_module = quote((frame.f_code.co_filename, frame.f_lineno))
+        return "" if frame is None else quote((frame.f_code.co_filename, frame.f_lineno))
 
     def _is_internal(self, frame: types.FrameType | None) -> bool:
         """Return whether a frame reads nothing of the user's except its arguments.
@@ -118,13 +141,19 @@ class CallRecorder:
             frame = frame.f_back
         return not of_user if internal is None else internal
 
-    def untracked_call(self, followed: set[types.CodeType]) -> str | None:
-        """Return a message about a call that is opaque or of code not in `followed`, or None."""
+    def untracked_call(self, followed: set[types.CodeType], modules: set[int]) -> str | None:
+        """Return a message about a call that is opaque or of code not in `followed`, or None.
+
+        - `modules`: the ids of modules that were followed to all that they have.
+        """
         if self.profiler_active:
             return "was traced while a profiler ran"
         for code, place in self.called.items():
             if code not in followed and code.co_name != "__del__":
                 return f"runs {code.co_qualname}, which no name leads to{quote(place)}"
+        for number, (module, method, line) in self.modules.items():
+            if number not in modules and number not in self.made:
+                return f"calls {method} of a {type(module).__qualname__}{line}"
         return self.opaque_call
 
 

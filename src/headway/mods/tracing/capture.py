@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from ...errors import ArgumentError
 from ..base import Mod
 from .bytecode import names_in_code
 from .call_recorder import has_backward_hooks
@@ -64,16 +65,18 @@ class FunctionReads:
     - `tensors`: the captured tensors, each once, with their paths.
     - `key`: everything else, and which objects are the same one; equal keys mean equal reads.
     - `codes`: the code objects that were followed; a trace that runs others is not reused.
+    - `modules`: the ids of modules that were followed to all that they have.
     - `guards`: the checks that `torch.compile` makes in every call; empty unless asked for.
     - `opaque_read`: the first read that cannot be followed, with its location; None if all can.
     """
 
-    __slots__ = ("codes", "guards", "key", "opaque_read", "tensors")
+    __slots__ = ("codes", "guards", "key", "modules", "opaque_read", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Path, Tensor]] = []
         self.key: list[Any] = []
         self.codes: set[types.CodeType] = set()
+        self.modules: set[int] = set()
         self.guards: list[Guard] = []
         self.opaque_read: str | None = None
 
@@ -194,6 +197,11 @@ class _ReadWalker:
         if first_time:
             self.reads.tensors.append((path, tensor))
         kind = type(tensor)
+        if tensor.is_nested and tensor.layout is torch.strided:  # PyTorch's own have no shape
+            raise ArgumentError(
+                f"a score or mask captures {self.label}, a nested tensor; pad it, or capture its "
+                f"parts{quote(self.location)}"
+            )
         self.reads.key.append(
             (kind, tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad)
         )
@@ -344,11 +352,14 @@ class _ReadWalker:
 
     def follow_torch_module(self, value: torch.nn.Module, path: Path, ancestors: tuple) -> None:
         """Follow a module of torch's to all that it has, which its code may read."""
+        self.reads.modules.add(id(value))
         for name, item in vars(value).items():
             if name not in _MODULE_ATTRIBUTES:
                 self.follow(item, (*path, ("attr", name)), ancestors)
         self.follow(value.training, (*path, ("attr", "training")), ancestors)
+        self.reads.key.append(frozenset(value._non_persistent_buffers_set))
         for tensors in (value._parameters, value._buffers):
+            self.reads.key += tensors
             for name, item in tensors.items():
                 self.follow(item, (*path, ("attr", name)), ancestors)
         step = "item" if isinstance(value, _MODULE_CONTAINERS) else "attr"

@@ -161,6 +161,15 @@ _IMPURE_BUILTINS = frozenset(
 )
 
 
+# Methods in C that read by names in their arguments. Of the classes at the root of all others every
+# method may, but for these.
+_READING_METHODS = frozenset({"format", "format_map", "__getattribute__"})
+_ROOT_CLASSES = {object, type, super, types.ModuleType}
+_PURE_OF_ROOTS = frozenset(
+    "__init__ __new__ __setattr__ __delattr__ __eq__ __ne__ __hash__ __init_subclass__".split()
+)
+
+
 def queries_torch_state(fn: Any) -> bool:
     """Return whether a function in C queries or sets the state of torch: one of `torch._C` itself.
 
@@ -176,7 +185,10 @@ def is_pure_builtin(fn: Any) -> bool:
     """
     name, owner = getattr(fn, "__name__", ""), getattr(fn, "__self__", None)
     if isinstance(fn, types.MethodDescriptorType | types.WrapperDescriptorType):
-        return not fn.__objclass__.__flags__ & _HEAP_TYPE and name not in ("format", "format_map")
+        cls = fn.__objclass__
+        if cls in _ROOT_CLASSES:
+            return name in _PURE_OF_ROOTS
+        return not cls.__flags__ & _HEAP_TYPE and name not in _READING_METHODS
     if isinstance(owner, type):
         return is_constant_class(owner)
     if owner is None or isinstance(owner, types.ModuleType):
@@ -188,7 +200,7 @@ def is_pure_builtin(fn: Any) -> bool:
         )
     if isinstance(owner, Tensor):
         return True
-    return type(owner) in _VALUE_TYPES and name not in ("format", "format_map")
+    return type(owner) in _VALUE_TYPES and name not in _READING_METHODS
 
 
 def is_numpy_scalar(kind: type) -> bool:
