@@ -41,6 +41,7 @@ from .packed import varlen_attention as varlen_attention
 from .packed import varlen_attention_with_stats as varlen_attention_with_stats
 from .types import AttentionGradients as AttentionGradients
 from .types import AttentionOutput as AttentionOutput
+from .variants.expect import expect as expect
 from .variants.sigmoid import sigmoid_attention as sigmoid_attention
 from .variants.top_k import top_k_blocks as top_k_blocks
 from .variants.weights import attention_weights as attention_weights

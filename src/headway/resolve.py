@@ -267,7 +267,8 @@ def _spec_inputs(
     if type(request.keys) is Layouts:  # on some rank at least
         capability = capability._replace(scattered=True)
     if request.trains:
-        capability = capability._replace(trained=True)
+        learned = capability.learned or request.learned is not None
+        capability = capability._replace(trained=True, learned=learned)
     tiles = (*mask.shape[:2], *mask.tile) if isinstance(mask, BlockMask) else None
     return capability, (
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,

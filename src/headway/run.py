@@ -135,14 +135,17 @@ def run_backward(request: Request, out: Any, lse: Any, dout: Any, dlse: Any) -> 
         raise with_place(error, request.score, request.mask) from None
     check_results(call, out=out, lse=lse, dout=dout, dlse=dlse)
     acc = acc_dtype(call.q.dtype)
-    trained = [
+    captured, learned = call.captured.tensors[: spec.score_tensors], request.learned
+    needs = [
         requires_grad(t) and t.is_floating_point()
-        for t in call.captured.tensors[: spec.score_tensors]
+        if learned is None
+        else any(t is other for other in learned)
+        for t in captured
     ]
     dlse = None if dlse is None else in_dtype(dlse, acc)
     dq, dk, dv, *others = autograd.gradients(
         spec, call, in_dtype(out, acc), in_dtype(lse, acc), in_dtype(dout, call.q.dtype), dlse,
-        tuple(trained),
+        tuple(needs),
     )  # fmt: skip
     dsink = None if call.sink is None else others.pop(0)
     return AttentionGradients(dq, dk, dv, dsink, tuple(others))

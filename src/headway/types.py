@@ -219,6 +219,8 @@ class Request(NamedTuple):
       score of every row.
     - `partial`: results in the accumulation dtype.
     - `trains`: a backward follows, whether or not a tensor requires grad.
+    - `learned`: the tensors that the score captures and that get a gradient; None: those that
+      require grad.
     - `keys`: where the keys are. None: all of them are in k and v. `Coords`: k and v hold a part,
       at these positions. `KV`: in a KV cache (`headway.inference`). `Layouts` of
       `headway.distributed`: over ranks.
@@ -243,6 +245,7 @@ class Request(NamedTuple):
     keys: "Coords | KV | Any | None" = None
     offsets: tuple[int, int] | None = None
     trains: bool = False
+    learned: "tuple[Tensor, ...] | None" = None
 
 
 class Captured(NamedTuple):

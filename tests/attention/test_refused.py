@@ -68,6 +68,7 @@ NESTED = {
     "sigmoid": lambda n: hw.sigmoid_attention(n, n, n, bias=0.0),
     "inference": lambda n: inference.attention(n, X, X, lengths=LENGTHS),
     "cache": lambda n: inference.attention(X, n, n, lengths=LENGTHS),
+    "merge": lambda n: hw.merge((n, n)),
     "cascade": lambda n: inference.cascade(n, [(X, X, LENGTHS)]),
     "flash": lambda n: flash.flash_attn_func(n, n, n),
     "kvcache": lambda n: flash.flash_attn_with_kvcache(X, n, n),

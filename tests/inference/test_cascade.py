@@ -122,6 +122,19 @@ def test_a_cascade_is_attention_over_all_levels(seed):
         torch.testing.assert_close(stats.lse[:, :, ends[-1] :], alone)
 
 
+def _adds_in_place(score, b, h, i, j):
+    score += 100.0
+    return score
+
+
+@pytest.mark.parametrize("score", [_adds_in_place, lambda *args: 1.0], ids=["in place", "a number"])
+def test_the_largest_logits_are_those_before_the_score(score):
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+    lengths = torch.tensor([9], dtype=torch.int32)
+    largest = inference.cascade_with_stats(q, [(k, k, lengths)], score).max_logit
+    torch.testing.assert_close(largest, (q @ k.mT / 8**0.5).amax((2, 3)))
+
+
 def test_what_does_not_go_together_is_refused():
     draw = Draw(0)
     level, _ = a_level(draw, 2, False, torch.float32)

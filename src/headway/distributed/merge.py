@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..arguments import check_dense
 from ..errors import ArgumentError
 from ..types import AttentionOutput
 
@@ -31,6 +32,7 @@ def merge(*partials: AttentionOutput | tuple[Tensor, Tensor]) -> tuple[Tensor, T
                 "attention_with_stats or a pair (out, lse)"
             )
         out, lse = partial
+        check_dense(out=out, lse=lse)
         if out.shape[:-1] != lse.shape or out.shape != pairs[0][0].shape:
             raise ArgumentError(
                 f"partial {n}: out {tuple(out.shape)} and lse {tuple(lse.shape)} do not fit the "

@@ -12,6 +12,7 @@ from ..distributed import merge
 from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import Mask, MaskFn, Score, ScoreFn, value
+from ..mods.library.packed import KeptLogit
 from ..run import run
 from ..types import AttentionOutput, Forward, Request
 from .attend import cache_of
@@ -75,16 +76,6 @@ class ScoreOfLevel(Score):
         token = (q_idx + self.first[b]).clamp(max=self.last).clamp(min=0)
         row = self.row[token]
         return self.score(score, row, h, self.at[token], kv_idx + self.before[row])
-
-
-@value
-class LogitWhereKept(Score):
-    """The logit itself, except where `score` masks the pair out."""
-
-    score: ScoreFn
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        return torch.where(self.score(score, b, h, q_idx, kv_idx) == -math.inf, -math.inf, score)
 
 
 def cascade(
@@ -240,7 +231,7 @@ def _cascade(
         )  # fmt: skip
         results = run(request)
         if stats and score is not None:
-            logits = ScoreOfLevel(LogitWhereKept(score), *places)
+            logits = ScoreOfLevel(KeptLogit(score), *places)
             results = results._replace(
                 row_max=run(request._replace(score=logits, row_max=True)).row_max
             )

@@ -1,0 +1,142 @@
+"""`expect`, against the dense definition, its gradients by PyTorch's autograd."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import headway as hw
+from headway.errors import ArgumentError, ModError
+
+B, HQ, HK, N, M, D = 2, 4, 2, 7, 9, 8
+F64 = {"dtype": torch.float64, "requires_grad": True}
+
+
+def learned() -> dict[str, Tensor]:
+    return {
+        "q": torch.randn(B, HQ, N, D, **F64), "k": torch.randn(B, HK, M, D, **F64),
+        "table": torch.randn(HQ, M, **F64), "gain": torch.randn(HQ, **F64),
+        "sink": torch.randn(HQ, **F64),
+    }  # fmt: skip
+
+
+def dense(q, k, f, score, mask, sink) -> Tensor:
+    logits = q @ k.repeat_interleave(HQ // HK, 1).mT / D**0.5
+    b, h, i, j = torch.meshgrid(*map(torch.arange, (B, HQ, N, M)), indexing="ij")
+    t = logits if score is None else score(logits, b, h, i, j)
+    kept = t != -math.inf
+    if mask is not None:
+        kept = kept & mask(b, h, i, j)
+    all_logits = t.masked_fill(~kept, -math.inf)
+    if sink is not None:
+        all_logits = torch.cat([all_logits, sink[None, :, None, None].expand(B, -1, N, 1)], -1)
+    p = torch.where(kept, all_logits.softmax(-1)[..., :M], 0.0)
+    number = torch.as_tensor(f(b, h, i, j, t)).to(q.dtype)
+    return torch.where(kept, p * number, 0.0).sum(-1)
+
+
+SCORES = {
+    "none": lambda of: None,
+    "table": lambda of: lambda s, b, h, i, j: s + of["table"][h, j],
+    "drops": lambda of: (
+        lambda s, b, h, i, j: torch.where((i + j) % 3 == 0, -math.inf, s * of["gain"][h])
+    ),
+}
+MASKS = {"none": None, "causal": hw.causal(), "a row": lambda b, h, i, j: (i != 2) & (j <= i + 1)}
+FUNCTIONS = {
+    "distance": lambda of: lambda b, h, i, j, s: i - j,
+    "mass": lambda of: lambda b, h, i, j, s: j < 3,
+    "score": lambda of: lambda b, h, i, j, s: s,
+    "learned": lambda of: lambda b, h, i, j, s: torch.tanh(s) * of["gain"][h] + of["table"][h, j],
+    "a number": lambda of: lambda b, h, i, j, s: 3,
+}
+
+
+@pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_definition(function, with_sink):
+    for n, (score, mask) in enumerate((s, m) for s in SCORES for m in MASKS):
+        of = learned()
+        f, s, sink = FUNCTIONS[function](of), SCORES[score](of), of["sink"] if with_sink else None
+        backend = ("cpu", "cpu", "reference")[n % 3]
+        made = hw.expect(of["q"], of["k"], f, s, MASKS[mask], sink=sink, backend=backend)
+        right = dense(of["q"], of["k"], f, s, MASKS[mask], sink)
+        torch.testing.assert_close(made, right, rtol=1e-10, atol=1e-10)
+        sent = torch.randn_like(right)
+        for name, x in of.items():
+            ours, theirs = (
+                torch.autograd.grad((e * sent).sum(), x, allow_unused=True, retain_graph=True)[0]
+                for e in (made, right)
+            )
+            zero, case = torch.zeros_like(x), f"{score}, {mask}, {name}"
+            torch.testing.assert_close(
+                zero if ours is None else ours, zero if theirs is None else theirs,
+                rtol=1e-9, atol=1e-9, msg=lambda text, case=case: f"{case}: {text}",
+            )  # fmt: skip
+
+
+def test_gradcheck_of_an_entropy():
+    of = learned()
+    values = of["k"].new_zeros(B, HK, M, 1)
+
+    def entropy(q: Tensor, k: Tensor) -> Tensor:
+        lse = hw.attention_with_stats(q, k, values, mask=hw.causal()).lse
+        return lse - hw.expect(q, k, lambda b, h, i, j, s: s, mask=hw.causal())
+
+    q, k = of["q"][:1, :2, :4], of["k"][:1, :1, :4]
+    values = values[:1, :1, :4]
+    assert torch.autograd.gradcheck(entropy, (q, k))
+
+
+def test_rows_whose_every_score_is_large():
+    q, k = torch.randn(1, 1, 3, D), torch.randn(1, 1, 5, D)
+    made = hw.expect(q, k, lambda b, h, i, j, s: j * 1.0, lambda s, b, h, i, j: s - 1e9)
+    scores = (q @ k.mT / D**0.5 - 1e9).double()
+    right = (scores.softmax(-1) * torch.arange(5)).sum(-1)
+    torch.testing.assert_close(made.double(), right, rtol=1e-6, atol=1e-6)
+
+
+def test_half_precision_is_that_of_its_inputs():
+    q, k = (torch.randn(2, 4, n, 32).bfloat16() for n in (70, 90))
+    k = k[:, :2]
+    f = lambda b, h, i, j, s: s
+    made = hw.expect(q, k, f)
+    assert made.dtype == torch.float32
+    right = hw.expect(q.double(), k.double(), f)
+    torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_and_transformed():
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 6, 8)
+    call = lambda x: hw.expect(x, k, lambda b, h, i, j, s: s * j, mask=hw.causal())
+    right = call(q)
+    (right_grad,) = torch.autograd.grad(right.sum(), q)
+    made = torch.compile(call, fullgraph=True, backend="aot_eager")(q)
+    torch.testing.assert_close(made, right)
+    torch.testing.assert_close(torch.autograd.grad(made.sum(), q)[0], right_grad)
+    torch.testing.assert_close(torch.func.grad(lambda x: call(x).sum())(q), right_grad)
+    batch = torch.vmap(call)(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(batch[1], call(2 * q))
+
+
+Q, K = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 6, 8)
+REFUSED = {
+    "too few arguments": (lambda: hw.expect(Q, K, lambda s, b: s), ArgumentError, "score last"),
+    "a mask": (lambda: hw.expect(Q, K, hw.causal()), ArgumentError, r"f=causal\(\) must be a func"),
+    "values": (lambda: hw.expect(Q, K, K), ArgumentError, r"f=\(1, 2, 6, 8\) float32 must be"),
+    "a vector": (
+        lambda: hw.expect(Q, K, lambda b, h, i, j, s: torch.ones(3)), ModError, "as one number"
+    ),
+    "keyword": (lambda: hw.expect(Q, K, print, is_causal=True), TypeError, r"mask=headway\.causal"),
+    "shape": (
+        lambda: hw.expect(Q[0], K, lambda b, h, i, j, s: s), ArgumentError, r"q must be \(batch"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
