@@ -2,6 +2,7 @@
 
 - `attention`, `attention_with_stats`: decoding, chunked prefill and ragged batches.
 - `Cache`, `PagedCache`: keys and values in one stretch of memory for every row, or in pages.
+- `write`: keys and values to the slots of an engine's own cache.
 - `cascade`, `cascade_with_stats`: keys that many rows share, read once.
 """
 
@@ -13,3 +14,4 @@ from .cache import PagedCache as PagedCache
 from .cascade import Level as Level
 from .cascade import cascade as cascade
 from .cascade import cascade_with_stats as cascade_with_stats
+from .slots import write as write

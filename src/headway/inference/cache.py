@@ -22,9 +22,8 @@ from torch import Tensor
 from ..arguments import DTYPES, count_of, shown
 from ..errors import ArgumentError, CacheFull
 from ..types import as_int
+from .slots import as_stored
 from .step import Reservation, check_offsets, may_be_replayed
-
-_LARGEST = 448.0  # float8_e4m3fn has no larger number, and no infinity
 
 
 class Layer:
@@ -111,11 +110,8 @@ class Layer:
     def _stored(self, new: Tensor, stored: Tensor, scale: Tensor | None) -> Tensor:
         """New numbers as the cache stores them."""
         if scale is not None:
-            of_layer = scale if scale.dim() == 0 else scale[self.n]
-            new = new / of_layer.reshape(-1, 1, 1).to(new.dtype)
-        if stored.dtype == torch.float8_e4m3fn:
-            new = new.clamp(-_LARGEST, _LARGEST)
-        return new.to(stored.dtype)
+            scale = (scale if scale.dim() == 0 else scale[self.n]).reshape(-1, 1, 1)
+        return as_stored(new, stored.dtype, scale)
 
 
 class _Cache:

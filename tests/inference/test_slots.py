@@ -1,0 +1,118 @@
+"""`write`: slots of a paged cache, against a loop."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import headway as hw
+from headway import inference
+from headway.errors import ArgumentError
+
+PAGES, HK, PAGE, D, DV = 5, 2, 4, 8, 6
+
+
+def caches(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Caches in the layouts of engines, as `(pages, hk, page, width)`."""
+    if layout == "pages first":  # vLLM: (pages, 2, page, hk, width)
+        whole = torch.randn(PAGES, 2, PAGE, HK, D).to(dtype)
+        return whole[:, 0].transpose(1, 2), whole[:, 1].transpose(1, 2)
+    k, v = (torch.randn(PAGES, HK, PAGE, width).to(dtype) for width in (D, DV))
+    if layout == "heads first":
+        return k, v
+    # SGLang: (tokens, hk, width), pages of one
+    k, v = (torch.randn(PAGES * PAGE, HK, width).to(dtype) for width in (D, DV))
+    return k[:, :, None], v[:, :, None]
+
+
+def looped(new: Tensor, cache: Tensor, slots: list[int], scale: Tensor | None) -> Tensor:
+    cache, page = cache.float(), cache.shape[2]
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            x = new[token] if scale is None else new[token] / scale.reshape(-1, 1)
+            cache[slot // page, :, slot % page] = x.float()
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("layout", ["heads first", "pages first", "tokens"])
+def test_slots(layout, dtype):
+    for tokens in (0, 1, 7):
+        k_cache, v_cache = caches(layout, dtype)
+        k, v = (torch.randn(tokens, HK, x.shape[3]) for x in (k_cache, v_cache))
+        slots = torch.randperm(PAGES * PAGE)[:tokens] - 2  # some are -1, and so skipped
+        slots = slots.clamp(min=-1).int()
+        scale = torch.tensor([0.5, 2.0]) if dtype == torch.float8_e4m3fn else None
+        right = [
+            looped(x, cache, slots.tolist(), scale).to(dtype)
+            for x, cache in ((k, k_cache), (v, v_cache))
+        ]  # fmt: skip
+        inference.write(k, v, k_cache, v_cache, slots, k_scale=scale, v_scale=scale)
+        for made, expected in zip((k_cache, v_cache), right, strict=True):
+            assert torch.equal(made.float(), expected.float())
+
+
+def test_tokens_that_are_all_skipped_write_nothing():
+    k_cache, v_cache = caches("heads first", torch.float32)
+    before = k_cache.clone(), v_cache.clone()
+    new = torch.randn(3, HK, D), torch.randn(3, HK, DV)
+    inference.write(*new, k_cache, v_cache, torch.full((3,), -1))
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+def test_what_was_written_is_attended_to():
+    """Prefill and decode of an engine in one call: rows of 3 and 1 new tokens, and a padded one."""
+    k_cache, v_cache = caches("pages first", torch.float32)
+    k, v, q = torch.randn(6, HK, D), torch.randn(6, HK, D), torch.randn(6, 4, D)
+    table = torch.tensor([[3, 1], [0, 2], [4, 4]], dtype=torch.int32)
+    lengths, cu_q = torch.tensor([3, 6, 0]).int(), torch.tensor([0, 3, 4, 4]).int()
+    slots = torch.tensor([12, 13, 14, 9, -1, -1])  # row 1 has position 5: page 2, place 1
+    inference.write(k, v, k_cache, v_cache, slots)
+    out = inference.attention(
+        q.transpose(0, 1)[None], k_cache, v_cache, mask=hw.causal(), lengths=lengths,
+        page_table=table, cu_q=cu_q, max_q=3,
+    )[0].transpose(0, 1)  # fmt: skip
+    first = hw.attention(*(x[:3].transpose(0, 1)[None] for x in (q, k, v)), mask=hw.causal())
+    torch.testing.assert_close(out[:3], first[0].transpose(0, 1))
+    keys, values = (torch.cat([x[0], x[2]], 1)[None, :, :6] for x in (k_cache, v_cache))
+    assert torch.equal(keys[0, :, 5], k[3])
+    second = hw.attention(q[3:4].transpose(0, 1)[None], keys, values)
+    torch.testing.assert_close(out[3:4], second[0].transpose(0, 1))
+    assert (out[4:] == 0).all()
+
+
+def test_the_host_reads_no_slots():
+    """Tensors on "meta" have no numbers to read."""
+    new = torch.empty(3, HK, D, device="meta")
+    cache = torch.empty(PAGES, HK, PAGE, D, device="meta")
+    inference.write(new, new, cache, cache.clone(), torch.empty(3, device="meta").int())
+
+
+NEW, CACHE, SLOTS = torch.randn(3, HK, D), torch.randn(PAGES, HK, PAGE, D), torch.tensor([0, 5, 9])
+REFUSED = {
+    "past the end": ({"slots": torch.tensor([0, 20, 1])}, "from 0 to 20, but the cache has 0 to 19"),
+    "negative": ({"slots": torch.tensor([0, -2, 1])}, "from -2 to 1"),
+    "floats": ({"slots": SLOTS.float()}, r"slot_mapping must be int32 or int64 \(tokens,\) = \(3,\)"),
+    "too few": ({"slots": SLOTS[:2]}, r"slot_mapping must be"),
+    "elsewhere": ({"slots": SLOTS.to("meta")}, "slot_mapping is on meta, k on cpu"),
+    "heads": ({"k": NEW[:, :1]}, r"k has \(hk, width\) = \(1, 8\), its cache \(2, 8\)"),
+    "tokens": ({"v": NEW[:2]}, "must have the same tokens"),
+    "a batch": ({"k": NEW[None]}, r"k must be floats \(tokens, hk, width\)"),
+    "a cache of ints": ({"k_cache": CACHE.int()}, "k_cache is torch.int32"),
+    "a flat cache": ({"v_cache": CACHE[0]}, r"v_cache must be \(pages, hk, page, width\)"),
+    "a scale": ({"k_scale": torch.ones(3)}, r"k_scale must be a float tensor \(\) or \(hk,\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    changes, message = REFUSED[name]
+    given = {"k": NEW, "v": NEW, "k_cache": CACHE.clone(), "v_cache": CACHE.clone(), "slots": SLOTS}
+    given |= changes
+    before = [x.clone() for x in (given["k_cache"], given["v_cache"])]
+    with pytest.raises(ArgumentError, match=message):
+        inference.write(
+            given["k"], given["v"], given["k_cache"], given["v_cache"], given["slots"],
+            k_scale=given.get("k_scale"),
+        )  # fmt: skip
+    assert all(map(torch.equal, (given["k_cache"], given["v_cache"]), before))
