@@ -1,5 +1,6 @@
 """The site builds, its links lead somewhere, and a page asks no network for anything."""
 
+import html
 import json
 import re
 import shutil
@@ -86,6 +87,68 @@ def test_the_page_has_the_words_that_people_type(site: Path, typed: str):
     )
     words = set(re.findall(r"[\w-]+", re.sub("<[^>]+>", " ", page).lower()))
     assert set(typed.lower().split()) <= words
+
+
+# What readers ask, the words that they click on the home page, and the heading that answers; with
+# no heading, the first lines of the page do.
+QUESTIONS = {
+    # A researcher with FlexAttention code:
+    "what is different from FlexAttention": ("Headway or …?", "Where the others are better"),
+    "how do I port my code": ("Migrate: SDPA, FlexAttention, flash-attn", "From FlexAttention"),
+    "packed documents": ("Packed documents (varlen)", ""),
+    "train a bias": ("Biases (ALiBi, T5, learned)", ""),
+    "why is my mask slow": ("Performance", "Why is my mask slow? Read explain"),
+    "a list of masks": ("Gallery of masks and scores", "Masks"),
+    "select blocks of keys": ("Block-sparse, NSA, MoBA", ""),
+    "my mask does the opposite": ("Limits and questions", "My mask does the opposite"),
+    "torch.compile": ("Limits and questions", "Does it work with torch.compile"),
+    "the same bits twice": ("Numerics and determinism", "Determinism"),
+    # An engineer who must choose:
+    "over 8 GPUs": ("Context parallel", ""),
+    "how fast is it": ("Performance", "What was measured"),
+    "or FlashAttention-4": ("Headway or …?", "Libraries with programmable scores or masks"),
+    "serve it": ("Serving: KV cache and pages", "KV cache: decode a token at a time"),
+    "pages": ("Serving: KV cache and pages", "Many requests in pages"),
+    "my Hugging Face model": ("Hugging Face transformers", ""),
+    "FSDP": ("FSDP2 and checkpoints", ""),
+    "what is missing": ("Limits and questions", "What it does not do"),
+    "compile time": ("Performance", "The first call, and what is cached"),
+    "an image for my cluster": ("Clusters and containers", "In a container's image"),
+    # A student:
+    "install": ("Install", "Install"),
+    "what is a score": ("Concepts", "Scores"),
+    "run it in a notebook": ("A notebook", ""),
+    "my first model": ("nanoGPT", ""),
+    "(batch, length, heads, width)": (
+        "Limits and questions", "My tensors are (batch, length, heads, width)",
+    ),
+    "see the weights": ("Limits and questions", "I want to look at the weights"),
+    "sliding window": ("Sliding windows and sinks", ""),
+    "logits explode": ("Stable training", "QK-Clip"),
+    "without a GPU": ("Performance", "On a CPU"),
+    "what does this error mean": ("Errors", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_an_answer_is_two_clicks_away(site: Path, question: str):
+    """One on the home page, in its menu or its text, and one to the heading."""
+    label, heading = QUESTIONS[question]
+    home = (site / "index.html").read_text(encoding="utf-8")
+    links = {
+        " ".join(re.sub("<[^>]+>", " ", words).split()): to
+        for to, words in re.findall(r'<a\b[^>]*href="?([^" >]+)"?[^>]*>(.*?)</a>', home, re.DOTALL)
+    }
+    assert label in links
+    page = site / links[label].partition("#")[0]
+    assert page.suffix == ".ipynb" or (page if page.name else site / "index.html").exists()
+    if heading:
+        text = (page if page.is_file() else site / "index.html").read_text(encoding="utf-8")
+        titles = [
+            html.unescape(re.sub("<[^>]+>", "", title))
+            for title in re.findall(r"<h[23][^>]*>(.*?)</h[23]>", text, re.DOTALL)
+        ]
+        assert any(title.startswith(heading) for title in titles), titles
 
 
 BROWSER = next(
