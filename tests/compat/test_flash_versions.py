@@ -292,6 +292,11 @@ def test_qv_is_a_second_product(packed):
             flash4.flash_attn_func(q.given[0], *k.given, qv, causal=True)[0], expected, **TOLERANCE
         )
     torch.testing.assert_close(out, expected, **TOLERANCE)
+    tensors = q.given[0], *k.given, qv
+    assert flash4.flash_attn_func(*tensors, return_lse=True)[1].shape == (3, 7, HQ)
+    assert flash4.flash_attn_func(*tensors[:3])[1].shape == (3, HQ, 7)
+    with torch.no_grad():
+        assert flash4.flash_attn_func(*tensors)[1] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
@@ -455,6 +460,7 @@ def test_metadata_is_passed_on():
         q, k, k, cache_seqlens=lengths, scheduler_metadata=metadata, causal=True
     )
     torch.testing.assert_close(ours, flash.flash_attn_with_kvcache(q, k, k, cache_seqlens=lengths))
+    assert flash4.get_scheduler_metadata(1, 16, 4, 2, 8, 1, seqused_k=lengths) is None
 
 
 @pytest.mark.parametrize("q_len", [1, 6])

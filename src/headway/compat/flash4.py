@@ -8,6 +8,7 @@ capture what they read. FlashAttention-4's own, in CuTe, are refused.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
@@ -90,8 +91,9 @@ def flash_attn_func(
     - `score_mod_bwd`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`: refused by name.
     - `num_splits`, `pack_gqa`: how the original cuts its work, which is chosen here.
 
-    **Returns:** `(out, lse)`: out `(b, q_len, hq, dv)`, contiguous; lse `(b, hq, q_len)`,
-    differentiable, None unless `return_lse`.
+    **Returns:** `(out, lse)`: out `(b, q_len, hq, dv)`, contiguous; lse `(b, hq, q_len)`, or
+    `(b, q_len, hq)` with `qv` and where k is v, 512 wide. It is differentiable, and None unless
+    `return_lse` or something is trained.
 
     **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for what only the
     original's kernels have.
@@ -111,8 +113,10 @@ def flash_attn_func(
         options = _with_blocks(options, block_sparse_tensors, q, k)
     elif block_sparse_tensors_bwd is not None:
         raise CallError("block_sparse_tensors_bwd goes with block_sparse_tensors")
+    heads_last = qv is not None or _is_shared(k, v)
+    options = _with_lse(options, q, k, v, qv)
     out, lse, _ = attend(*joined(q, k, v, tensor_or_none("qv", qv, FLASH_4)), options)
-    return out, lse
+    return out, lse.mT if lse is not None and heads_last else lse
 
 
 def flash_attn_varlen_func(
@@ -162,7 +166,7 @@ def flash_attn_varlen_func(
       cuts its work, which is chosen here.
 
     **Returns:** `(out, lse)`: out of q's layout; lse `(hq, total_q)`, or `(sequences, hq, q_len)`
-    where q is padded, None unless `return_lse`. Queries that are not there get 0.
+    where q is padded, as in `flash_attn_func`. Queries that are not there get 0.
     """
     axes = (_PACKED, _DENSE) if page_table is None else ("(pages, page, heads, width)",)
     check_axes("q", q, _PACKED, _DENSE)
@@ -180,12 +184,39 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, learnable_sink, softcap, deterministic, score_mod,
         mask_mod, return_lse,
     )  # fmt: skip
+    heads_last = qv is not None or _is_shared(k, v)
+    options = _with_lse(options, q, k, v, qv)
     q, k, v = joined(q, k, v, tensor_or_none("qv", qv, FLASH_4))
     q_side = side_of("q", q, cu_seqlens_q, seqused_q, max_seqlen_q)
     out, lse, _ = attend_rows(
         q, k, v, q_side, (cu_seqlens_k, seqused_k, max_seqlen_k), page_table, options
     )
-    return out, lse
+    return out, lse.mT if lse is not None and heads_last else lse
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: int | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+) -> None:
+    """Return None, to be passed on as `scheduler_metadata`: kernels here read the lengths
+    themselves, when they run."""
 
 
 _INSTEAD = {
@@ -225,6 +256,22 @@ def _options(
             "in mask_mod, as in headway.causal() & mask"
         )
     return options
+
+
+def _is_shared(k: Tensor, v: Tensor) -> bool:
+    """Return whether the original takes k and v for a latent cache, whose lse has heads last."""
+    return k is v and v.shape[-1] == _LATENT_WIDTH
+
+
+_LATENT_WIDTH = 512
+
+
+def _with_lse(options: FlashOptions, *inputs: Any) -> FlashOptions:
+    """Return the options with the log-sum-exp, where something is trained, as in the original."""
+    trained = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in inputs
+    )
+    return options._replace(want_lse=options.want_lse or trained)
 
 
 def _with_blocks(options: FlashOptions, blocks: Any, q: Tensor, k: Tensor) -> FlashOptions:
