@@ -249,6 +249,15 @@ def test_flash_3_and_4_dense(seed):
     judge(call, q, k, out, lse)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_pages_without_lengths_are_full(trained):
+    k = torch.randn(6, 4, HK, D, dtype=torch.float64, requires_grad=trained)
+    q, table = torch.randn(2, 3, HQ, D, dtype=torch.float64), torch.tensor([[4, 0], [2, 5]]).int()
+    out, _ = flash4.flash_attn_varlen_func(q, k, k, page_table=table, causal=True)
+    keys = k[table.long()].flatten(1, 2)
+    torch.testing.assert_close(out, flash.flash_attn_func(q, keys, keys, causal=True), **TOLERANCE)
+
+
 def test_windows_without_a_key_and_causal():
     """FlashAttention-4 drops a window that holds no key."""
     q, k = whole(9, 9)
@@ -553,10 +562,6 @@ REFUSED = {
         "3 sequences|sequences and k",
         lambda: flash4.flash_attn_varlen_func(P, K, K, cu_seqlens_q=torch.tensor([0, 1, 2, 10]).int()),
     ),
-    "pages without lengths": (
-        "seqused_k",
-        lambda: flash4.flash_attn_varlen_func(P, K, K, cu_seqlens_q=CU, page_table=TABLE),
-    ),
     "pages and offsets": (
         "page_table",
         lambda: flash4.flash_attn_varlen_func(
@@ -597,6 +602,11 @@ REFUSED = {
         ),
     ),
     "gqa": ("enable_gqa", lambda: torch_varlen.varlen_attn(P, R, R, CU, CU, 6, 6)),
+    "pages without lengths": (
+        "seqused_k", lambda: torch_varlen.varlen_attn(
+            P, K, K, CU, None, 6, 6, enable_gqa=True, block_table=TABLE
+        ),
+    ),
     "cu_seq": (
         "cu_seq_k", lambda: torch_varlen.varlen_attn(P, R, R, CU, CU + 5, 6, 6, enable_gqa=True)
     ),

@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
 
     - `q`: `(total_q, hq, d)` with `cu_seqlens_q`, else `(sequences, q_len, hq, d)`; likewise k and
       v with `cu_seqlens_k`. With `page_table`, int32 `(sequences, max_pages)`, k and v are pages,
-      `(pages, page, hk, ·)`, and `seqused_k` says how many keys there are.
+      `(pages, page, hk, ·)`, full unless `seqused_k` says how many keys there are.
     - `seqused_q`, `seqused_k`: int `(sequences,)`, how many tokens of every sequence are there.
     - `max_seqlen_q`, `max_seqlen_k`, `min_seqlen_k`: no sequence is longer, or shorter; not needed.
     - `score_mod`, `mask_mod`: b is the sequence, and positions count from its start.

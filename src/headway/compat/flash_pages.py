@@ -25,7 +25,7 @@ def attend_rows(
     names = q_side.names
     if pages is None:
         return attend_sequences(q, k, v, q_side, side_of("k", k, *of_keys, names), options)
-    used_k = _lengths(pages, cu_k, used_k, q_side)
+    used_k = _lengths(pages, k.shape[1], cu_k, used_k, q_side)
     if not _needs_copies(q, k, v, q_side, options):
         packed = q_side.cu is not None
         out, lse, max_logit = attend_cache(
@@ -39,14 +39,11 @@ def attend_rows(
     return attend_sequences(q, k, v, q_side, k_side, options)
 
 
-def _lengths(pages: Any, cu: Any, used: Any, q_side: Side) -> Tensor:
-    """Return how many keys every sequence has, in its pages."""
+def _lengths(pages: Any, page: int, cu: Any, used: Any, q_side: Side) -> Tensor:
+    """Return how many keys every sequence has in its pages: all, where nothing says so."""
     if not isinstance(pages, Tensor) or pages.dim() != 2 or pages.is_floating_point():
         raise CallError(f"the table of pages must be int32 (sequences, pages), got {shown(pages)}")
     names: SideNames = q_side.names
-    lengths = used if cu is None or used is not None else cu.diff()
-    if lengths is None:
-        raise CallError(f"pages do not say how many keys there are: pass {names.used}_k")
     q_side.check(pages.device)
     rows = pages.shape[0]
     Side("k", rows, cu, None, rows, names=names).check(pages.device)
@@ -56,7 +53,9 @@ def _lengths(pages: Any, cu: Any, used: Any, q_side: Side) -> Tensor:
             f"the table of pages has {rows} rows, but q has {q_side.sequences} sequences, and "
             f"{names.offsets}_k is {shown(cu)}"
         )
-    return lengths
+    if used is None:
+        return pages.new_full((rows,), pages.shape[1] * page) if cu is None else cu.diff()
+    return used
 
 
 def _needs_copies(q: Tensor, k: Tensor, v: Tensor, q_side: Side, options: FlashOptions) -> bool:

@@ -176,6 +176,8 @@ def _attend(
         raise CallValueError(f"query's {hq} heads are no multiple of key's {hk}")
     if num_splits is not None:
         number("num_splits", num_splits, "See torch.nn.attention.varlen")
+    if pages is not None and cu_k is None and used_k is None:
+        raise CallError("block_table does not say how many keys there are: pass seqused_k")
     try:
         limits = limits_of(False, window)
     except CallError as error:
