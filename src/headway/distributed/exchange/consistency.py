@@ -524,15 +524,17 @@ def _meet(group: Any, timeout: float) -> None:
     store.set(keys[group.rank()], "")
     absent = lambda: rank_names(rank for rank, key in enumerate(keys) if not store.check([key]))
     start, next_line, pause = time.monotonic(), LATE_SECONDS[0], 1e-3
-    while not store.check(keys):
-        waited = time.monotonic() - start
-        if waited >= timeout:
-            raise mark_told(RankLeft(f"{absent()} made no call in {timeout:.0f} s{_FIRST_CALL}"))
-        if waited >= next_line:
-            next_line += LATE_SECONDS[1]
-            _say_late(group.rank(), waited, absent() + _FIRST_CALL)
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
+    for key in keys:  # one at a time: a store serves many ranks
+        while not store.check([key]):
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                late = f"{absent()} made no call in {timeout:.0f} s{_FIRST_CALL}"
+                raise mark_told(RankLeft(late))
+            if waited >= next_line:
+                next_line += LATE_SECONDS[1]
+                _say_late(group.rank(), waited, absent() + _FIRST_CALL)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
 
 
 def _say_late(rank: int, waited: float, whom: str) -> None:
