@@ -239,6 +239,26 @@ def test_what_the_host_can_see_is_checked(backend):
         inference.attention(q, c.k, c.v, cu_q=ints(0, 4, 2), max_q=4, backend=backend, **c.options)
 
 
+def test_out_is_written_to():
+    """Into an engine's buffer, (tokens, heads · width), of which this is a view."""
+    c = caches(LENGTHS, 4, 2, dv=12)
+    right = inference.attention(c.q, c.k, c.v, mask=hw.causal(), **c.options)
+    b, hq, q_len, dv = right.shape
+    buffer = torch.full((b, q_len, hq * dv + 3), 7.0)
+    out = buffer[..., :-3].unflatten(-1, (hq, dv)).transpose(1, 2)
+    made = inference.attention(c.q, c.k, c.v, mask=hw.causal(), out=out, **c.options)
+    assert made is out
+    assert torch.equal(out, right)
+    assert (buffer[..., -3:] == 7.0).all()
+    for wrong, message in (
+        (right[:1], r"out must be \(6, 4, .*, 12\) of q's dtype"), (right.double(), "q's dtype"),
+        (right.to("meta"), "out is on meta, q on cpu"), (3, "got int"),
+        (right[:, :1].expand(-1, hq, -1, -1), "several of its elements are one number"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=message):
+            inference.attention(c.q, c.k, c.v, out=wrong, **c.options)
+
+
 def test_gradients_are_refused():
     c = caches([3, 9], 4, 2)
     q = torch.inference_mode(False)(lambda: c.q.clone().requires_grad_())()

@@ -29,6 +29,7 @@ def attention(
     k_scale: Tensor | None = None,  # (), (hk,) or (b, hk)
     v_scale: Tensor | None = None,  # (), (hk,) or (b, hk)
     backend: str = "auto",
+    out: Tensor | None = None,  # as the result
     **unknown: Never,
 ) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask) v over a cache: `headway.attention` for decoding.
@@ -63,6 +64,9 @@ def attention(
     - `k_scale`, `v_scale`: float tensors that multiply k and v, one for all, for every key head, or
       for every row and key head.
 
+    - `out`: the result is copied to this tensor, of its shape, dtype and device and any strides,
+      and the tensor is returned.
+
     **Returns:** `(b, hq, q_len, dv)`, or `(1, hq, tokens, dv)`, the dtype of q. A query that sees
     no key, as in a row of length 0, gets 0.
 
@@ -74,7 +78,11 @@ def attention(
     if unknown:
         raise unknown_keywords(attention, unknown)
     cache = cache_of(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
-    return run_out(Request(q, k, v, score, mask, scale, sink, backend=backend, keys=cache))
+    request = Request(q, k, v, score, mask, scale, sink, backend=backend, keys=cache)
+    if out is None:
+        return run_out(request)
+    _check_out(out, q, v)
+    return out.copy_(run_out(request))
 
 
 def attention_with_stats(
@@ -146,3 +154,20 @@ def _scale(name: str, scale: Any, k: Any, lengths: Any) -> Tensor | None:
     if scale.device != k.device:
         raise ArgumentError(f"{name} is on {scale.device}, k on {k.device}; move it with .to()")
     return scale.float().expand(shape)
+
+
+def _check_out(out: Any, q: Any, v: Any) -> None:
+    """Check that a result of q and v can be written to a tensor."""
+    if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() == v.dim() == 4):
+        return  # `check_cache` says so
+    shape = (*q.shape[:3], v.shape[3])
+    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != q.dtype:
+        got = shown(out) if isinstance(out, Tensor) else type(out).__name__
+        raise ArgumentError(f"out must be {shape} of q's dtype, {q.dtype}, got {got}")
+    if out.device != q.device:
+        raise ArgumentError(f"out is on {out.device}, q on {q.device}")
+    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+        raise ArgumentError(
+            f"out has strides {out.stride()}: several of its elements are one number; pass one "
+            "that is not expanded"
+        )
