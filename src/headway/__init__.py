@@ -5,6 +5,8 @@ from . import inference as inference
 from . import mods as mods
 from .api import attention as attention
 from .api import attention_backward as attention_backward
+from .api import attention_jvp as attention_jvp
+from .api import attention_jvp_with_stats as attention_jvp_with_stats
 from .api import attention_with_stats as attention_with_stats
 from .api import block_mask as block_mask
 from .autograd import save_ops as save_ops
@@ -40,6 +42,7 @@ from .mods import window_bias as window_bias
 from .packed import varlen_attention as varlen_attention
 from .packed import varlen_attention_with_stats as varlen_attention_with_stats
 from .types import AttentionGradients as AttentionGradients
+from .types import AttentionJVP as AttentionJVP
 from .types import AttentionOutput as AttentionOutput
 from .variants.expect import expect as expect
 from .variants.sigmoid import sigmoid_attention as sigmoid_attention

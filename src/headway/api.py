@@ -16,8 +16,8 @@ from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
 from .packed import any_jagged, nested_attention, nested_attention_with_stats
-from .run import run, run_backward, run_cpu_native, run_out, with_place
-from .types import AttentionGradients, AttentionOutput, Request
+from .run import run, run_along, run_backward, run_cpu_native, run_out, with_place
+from .types import AttentionGradients, AttentionJVP, AttentionOutput, Request
 
 
 def attention(
@@ -198,6 +198,79 @@ def attention_backward(
         trains=True,
     )  # fmt: skip
     return run_backward(request, out, lse, dout, dlse)
+
+
+def attention_jvp(
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
+    score: ScoreFn | None = None,
+    mask: MaskFn | BlockMask | None = None,
+    *,
+    tangents: dict[str | Tensor, Tensor],
+    scale: float | None = None,
+    sink: Tensor | None = None,  # (hq,)
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,  # ()
+    deterministic: bool = False,
+    backend: str = "auto",
+    **unknown: Never,
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and how it moves along the tangents of its inputs, in one pass: what
+    `torch.func.jvp` computes, for networks that pass a tangent beside each activation.
+
+    **Arguments:** those of `attention`, and `tangents`: the tangent of every input that moves, of
+    its shape, dtype and device. Its key is "q", "k", "v" or "sink", or a tensor that the score
+    captures.
+
+    **Returns:** out and its tangent. out is differentiable as that of `attention` is; a loss of the
+    tangent is refused, so `detach()` the tangent.
+
+    **Raises:** the errors of `attention`; `ArgumentError` for a tangent that fits no input.
+
+    (Products of P and the tangent of the scores, in one pass: Lu and Song 2024, arXiv 2410.11081)
+    """
+    if unknown:
+        raise unknown_keywords(attention_jvp, unknown)
+    request = Request(
+        q, k, v, score, _or_none(mask, q, k), scale, sink, dropout, seed, deterministic, backend,
+        moves=True,
+    )  # fmt: skip
+    dual = run_along(request, tangents)
+    return dual.out, dual.out_tangent
+
+
+def attention_jvp_with_stats(
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
+    score: ScoreFn | None = None,
+    mask: MaskFn | BlockMask | None = None,
+    *,
+    tangents: dict[str | Tensor, Tensor],
+    scale: float | None = None,
+    sink: Tensor | None = None,  # (hq,)
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,  # ()
+    deterministic: bool = False,
+    backend: str = "auto",
+    **unknown: Never,
+) -> AttentionJVP:
+    """`attention_jvp`, and the log-sum-exp of every query with its tangent and the largest logit of
+    every head (see `AttentionJVP`).
+
+    The same arguments and errors as `attention_jvp`.
+    """
+    if unknown:
+        raise unknown_keywords(attention_jvp_with_stats, unknown)
+    request = Request(
+        q, k, v, score, _or_none(mask, q, k), scale, sink, dropout, seed, deterministic, backend,
+        True, moves=True,
+    )  # fmt: skip
+    dual = run_along(request, tangents)
+    return AttentionJVP(
+        dual.out, dual.lse, dual.max_logit, dual.out_tangent, dual.lse_tangent
+    )  # fmt: skip
 
 
 def block_mask(

@@ -1,13 +1,13 @@
 """The pair of forward and backward under autograd.
 
 Where something observes the operators (a compiler, a mode, a transform, a tracer, a profiler, a
-subclass of Tensor), `_Attention` runs them (`_Operators`), on one device or over ranks. Otherwise
+subclass of Tensor), `_Attention` runs them (`Operators`), on one device or over ranks. Otherwise
 it calls the backend (`_Direct`), which saves a tenth of a millisecond a call.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from .backends import cpu, get
 from .backends.base import Call, CallSignature
 from .blocks import Tiles
 from .errors import BackendRefused
-from .flops import register_flops
 from .memory_order import in_order_of
 from .operators import (
+    MATH,
     as_promised,
     backward,
     backward_op,
@@ -31,8 +31,16 @@ from .operators import (
     forward_op,
     infer_op,
     library,
+    register_flops,
 )
-from .surroundings import has_tangent, is_wrapped, requires_grad, transforms
+from .surroundings import (
+    has_tangent,
+    in_forward_mode,
+    is_wrapped,
+    requires_grad,
+    transforms,
+    under_vmap,
+)
 from .types import (
     NAMESPACE,
     Captured,
@@ -74,18 +82,23 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        raise BackendRefused(
-            "attention has no second derivative (the gradients of a call were differentiated, "
-            "which create_graph=True allows); where you need one, as for a gradient penalty, make "
-            "that call with torch.nn.functional.scaled_dot_product_attention under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        refuse_second_derivative(
+            "the gradients of a call were differentiated, which create_graph=True allows"
         )
+
+
+def refuse_second_derivative(what: str) -> Never:
+    """Raise the error of a second derivative; `what` was differentiated again."""
+    raise BackendRefused(
+        f"attention has no second derivative ({what}); where you need one, as for a gradient "
+        f"penalty, {MATH}"
+    )
 
 
 class _Attention(torch.autograd.Function):
     """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse.
 
-    The first input is what runs the call, `_Operators` or `_Direct`. The others are tensors or
+    The first input is what runs the call, `Operators` or `_Direct`. The others are tensors or
     None: q, k, v, sink, seed, two that say where queries and keys are, what score and mask capture,
     and the tiles.
     """
@@ -113,18 +126,19 @@ class _Attention(torch.autograd.Function):
         # The backward takes the exact out where the backend returns one (`resolve`).
         exact_out = others[-1] if others else ctx.runner.others[0]
         exact_out = exact_out if exact_out.dtype != out.dtype else out
+        ctx.count = len(tensors)
         ctx.save_for_backward(*tensors, exact_out, lse, *others[2:-1])
         ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse, *_):  # pyrefly: ignore[bad-override]
-        return _differentiate_once(ctx, dout, dlse)
+        return differentiate_once(ctx, dout, dlse)
 
     @staticmethod
     def gradients(ctx, dout, dlse):
         """Return the gradients of every input of `forward`."""
-        runner, saved, count = ctx.runner, ctx.saved_tensors, len(ctx.needs_input_grad) - 1
+        runner, saved, count = ctx.runner, ctx.saved_tensors, ctx.count
         tensors, (out, lse, *number) = saved[:count], saved[count:]
         last = _CAPTURED + runner.score_tensors
         learned = zip(ctx.needs_input_grad[1 + _CAPTURED :], tensors[_CAPTURED:last], strict=False)
@@ -143,20 +157,18 @@ class _Attention(torch.autograd.Function):
 _SEED, _CAPTURED = 4, 7  # where tensors without a gradient begin, and the captured ones
 
 
-def _refuse_forward_mode(what: str) -> None:
-    raise BackendRefused(
-        f"attention has no derivative in forward mode ({what} has a tangent, as torch.func.jvp, "
-        "jacfwd, hessian and linearize or torch.autograd.forward_ad give one); use reverse mode: "
-        "torch.func.vjp, grad and jacrev, or backward(); where it must be forward mode, make that "
-        "call with torch.nn.functional.scaled_dot_product_attention under "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-    )
-
-
 def _refuse_tangents(what: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors that have a tangent, which the call would drop."""
-    if forward_ad._current_level >= 0 and any(x is not None and has_tangent(x) for x in tensors):
-        _refuse_forward_mode(what)
+    """Refuse tensors that have a tangent, which the call would drop; in a compiled program, where
+    transforms may hide tangents, any."""
+    if not in_forward_mode():
+        return
+    if not is_compiling() and not any(x is not None and has_tangent(x) for x in tensors):
+        return
+    raise BackendRefused(
+        f"{what} has no derivative in forward mode (an input has a tangent, as torch.func.jvp, "
+        "jacfwd and linearize or torch.autograd.forward_ad give one); use reverse mode: "
+        f"torch.func.vjp, grad and jacrev, or backward(); where it must be forward mode, {MATH}"
+    )
 
 
 class Pair(NamedTuple):
@@ -171,7 +183,7 @@ class Pair(NamedTuple):
 ON_ONE_DEVICE = Pair(forward_op, backward_op, forward, backward)
 
 
-class _Operators(NamedTuple):
+class Operators(NamedTuple):
     """A pair of operators, and what one call passes to it beside its tensors."""
 
     pair: Pair
@@ -239,11 +251,14 @@ class _Direct(NamedTuple):
 _apply_direct = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
 
 
-def _differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
+def differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     """Return the gradients of a call, which refuse to be differentiated."""
     if is_compiling():
         return _Attention.gradients(ctx, *grad_outputs)
-    _refuse_tangents("the gradient of a result", *grad_outputs)
+    if in_forward_mode():
+        saved = *grad_outputs, *ctx.saved_tensors
+        if any(x is not None and has_tangent(x) for x in saved):
+            refuse_second_derivative("a backward in forward mode, as torch.func.hessian makes one")
     if any([x is not None and _is_batched(x) for x in grad_outputs]):  # noqa: C419
         return _gradients_one_by_one(ctx, *grad_outputs)
     if not torch.is_grad_enabled():
@@ -263,7 +278,7 @@ def _gradients_one_by_one(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     level = next(_batch_level(x) for x in grad_outputs if x is not None and _is_batched(x))
     size = max(_unbatched(x, level, 1).shape[0] for x in grad_outputs if x is not None)
     rows = [[None] * size if x is None else _unbatched(x, level, size) for x in grad_outputs]
-    grads_of_rows = [_differentiate_once(ctx, *row) for row in zip(*rows, strict=True)]
+    grads_of_rows = [differentiate_once(ctx, *row) for row in zip(*rows, strict=True)]
     return tuple([
         None if grads[0] is None else torch._add_batch_dim(torch.stack(grads), 0, level)
         for grads in zip(*grads_of_rows, strict=True)
@@ -385,8 +400,8 @@ def gradients(
     """Run the backward alone. Its results refuse to be differentiated."""
     inputs = [*_inputs(call), out, lse, dout, dlse]
     if is_compiling() or _call_observed(call) or _observed(out, lse, dout, dlse):
+        _refuse_tangents("attention_backward", *inputs)
         if not is_compiling():
-            _refuse_tangents("an input of the call", *inputs)
             register_flops()
         run = backward_op
     else:
@@ -401,17 +416,9 @@ def gradients(
 def infer(spec: Spec, call: Call) -> Forward:
     """Run `attention` over the cache `call.kv`. It has no gradient."""
     if is_compiling() or _call_observed(call):
+        scales = () if call.kv is None else (call.kv.k_scale, call.kv.v_scale)
+        _refuse_tangents("inference", *_inputs(call), *scales)
         if not is_compiling():
-            scales = () if call.kv is None else (call.kv.k_scale, call.kv.v_scale)
-            _refuse_tangents(
-                "an input of the call",
-                call.q,
-                call.k,
-                call.v,
-                call.sink,
-                *scales,
-                *call.captured.tensors,
-            )
             warn_traced()
         return Forward(*infer_op(spec.text, *flat_kv(call)))
     return _run_backend(get(spec.backend).infer, spec, call)
@@ -437,7 +444,7 @@ def _attention_direct(spec: Spec, call: Call) -> Forward:
         return _attention_by_operators(spec, call)
     register_flops()
     inputs = [q, k, v, sink, call.seed, coords.q_pos, coords.kv_pos, *captured.tensors]
-    if _copy_unsavable(inputs):
+    if copy_unsavable(inputs):
         signature = None
     if signature is None:  # positions are saved by autograd, not kept alive here
         coords = coords._replace(q_pos=None, kv_pos=None)
@@ -464,18 +471,17 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     inputs = [q, k, v, sink, seed, *where, *captured, *tiles]
     trained = torch.is_grad_enabled() and _any_learns(inputs)
     compiling = is_compiling()
+    if pair is not ON_ONE_DEVICE:  # else `forward_mode` runs a call with tangents
+        _refuse_tangents("attention over ranks (layout=)", *inputs)
     if not compiling:
-        _refuse_tangents("an input of the call", *inputs)
         register_flops()
-    elif forward_ad._current_level >= 0:  # a graph break: then the tangents themselves are asked
-        _refuse_forward_mode("an input of the call")
     elif _differentiated_in_compile():
         raise BackendRefused(
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
     out_dtype = acc_dtype(q.dtype) if spec.partial else q.dtype
-    runner = _Operators(
+    runner = Operators(
         pair, spec.text, out_dtype, spec.score_tensors, len(captured), ints, floats, offsets
     )
     if not trained:
@@ -484,7 +490,7 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     if compiling:
         inputs = _without_repeats(inputs)
     else:
-        _copy_unsavable(inputs)
+        copy_unsavable(inputs)
     out, *stats = _Attention.apply(runner, *inputs)
     return Forward(out, *stats[:3])
 
@@ -501,7 +507,7 @@ def warn_traced() -> None:
         )
 
 
-def _copy_unsavable(inputs: list[Tensor | None]) -> bool:
+def copy_unsavable(inputs: list[Tensor | None]) -> bool:
     """Replace the inputs of a call that were made in inference mode by copies, since autograd does
     not save them. Return whether there were any. (PyTorch refuses q, k and v that were made there.)
     """
@@ -520,7 +526,8 @@ def _differentiated_in_compile() -> bool:
     return not kinds <= {torch._C._functorch.TransformType.Vmap}
 
 
-constant_under_compile(_differentiated_in_compile)
+for _fact in (_differentiated_in_compile, in_forward_mode, under_vmap):
+    constant_under_compile(_fact)
 
 
 def attention_out(spec: Spec, call: Call) -> Tensor:
@@ -570,7 +577,7 @@ def cpu_native_step(
 def _compiler_needs_operators() -> bool:
     """Return whether a compiler has to see our operators: in exported programs, and below vmap."""
     transformed = transforms() and not _differentiated_in_compile()
-    return transformed or torch.compiler.is_exporting()
+    return transformed or in_forward_mode() or torch.compiler.is_exporting()
 
 
 constant_under_compile(_compiler_needs_operators)

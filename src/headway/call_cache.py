@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .arguments import seed_of
@@ -47,7 +48,9 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
     cache = keys if type(keys) is KV else None
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None, None, []
-    if transforms():  # a key does not say what they have wrapped in a tensor
+    if (
+        transforms() or request.moves or forward_ad._current_level >= 0
+    ):  # a key does not say what they have wrapped in a tensor
         return None, None, []
     if not (type(dropout) is float and type(deterministic) is bool and type(scale) in _SCALES):
         return None, None, []

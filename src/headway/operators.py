@@ -1,24 +1,39 @@
-"""Forward, backward and inference as PyTorch operators: schemas, fakes and rules of vmap.
+"""Forward, backward, tangent and inference as PyTorch operators: schemas, fakes, rules of vmap,
+and formulas of their flops.
 
 They are opaque to compilers (`torch.library.define` / `impl`): the spec's text and the shapes
 determine what they do. The gradient is above them, in `autograd`, which completes
 `headway::forward`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import traceback
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .backends import get
 from .backends.base import Call
 from .blocks import Tiles, check_tiles
 from .dropout import draw_seed, seed_not_saved
+from .errors import BackendRefused
 from .memory_order import exactly_in_order_of, new_in_order_of
-from .types import KV, NAMESPACE, Captured, Coords, Forward, Spec, acc_dtype
+from .types import (
+    KV,
+    NAMESPACE,
+    REPLICATED_KV,
+    Captured,
+    Coords,
+    Dual,
+    Forward,
+    Spec,
+    Tangents,
+    acc_dtype,
+)
 
 _INPUTS = (
     "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
@@ -35,6 +50,10 @@ library.define(
     "-> Tensor[]"
 )
 library.define(f"infer({_INPUTS}, {_CACHE}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(
+    f"tangent({_INPUTS}, Tensor?[] along) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define("only_of_primal(Tensor dout, Tensor[] of_tangents, bool wait) -> Tensor")
 library.define("draw_seed(Device device) -> Tensor")
 
 
@@ -95,6 +114,42 @@ def backward(spec: str, *inputs: Any) -> list[Tensor]:
     return [g for g in (*grads[:4], *grads.captured) if g is not None]
 
 
+def tangent(spec: str, *inputs: Any) -> Dual:
+    """Run `headway::tangent` without the dispatcher."""
+    parsed, call = Spec.parse(spec), call_of(*inputs[:-1])
+    q, k, v, sink, *captured = inputs[-1]
+    if call.tiles is not None:
+        check_tiles(call.tiles)
+    along = Tangents(q, k, v, sink, tuple(captured))
+    return get(parsed.backend).tangent(parsed, call, along)
+
+
+def only_of_primal(dout: Tensor, of_tangents: list[Tensor], wait: bool) -> Tensor:
+    """Return dout, the gradient of out, where the gradients of the tangents are all 0.
+
+    Compilers differentiate every result of a program, asked for or not, so only the values say that
+    nobody asked. Without `wait` a GPU checks them later, and the process ends with the message.
+
+    **Raises:** `BackendRefused` where the tangents themselves are differentiated.
+    """
+    for grad in of_tangents:
+        if grad.is_cuda and not wait:
+            torch._assert_async((grad == 0).all(), TANGENT_DIFFERENTIATED)
+        elif bool((grad != 0).any()):
+            raise BackendRefused(TANGENT_DIFFERENTIATED)
+    return dout.clone()
+
+
+MATH = (
+    "make that call with torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
+TANGENT_DIFFERENTIATED = (
+    "the tangent of attention has no gradient (a loss depends on what torch.func.jvp returned "
+    f"second): detach() the tangent before the loss, or, where you need its gradient, {MATH}"
+)
+
+
 def _draw_seed(device: torch.device) -> Tensor:
     """Draw a seed in a compiled program, and mark it as one to save: the backward needs it, and
     under a memory budget PyTorch's partitioner would draw another."""
@@ -125,6 +180,12 @@ def as_promised(q: Tensor, results: Forward) -> Forward:
 
 def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
     return [g.contiguous() for g in backward(spec, *inputs)]
+
+
+def _tangent_operator(spec: str, q: Tensor, *inputs: Any) -> Dual:
+    *primal, out_tangent, lse_tangent = tangent(spec, q, *inputs)
+    out_tangent = exactly_in_order_of(q, out_tangent)
+    return Dual(*as_promised(q, Forward(*primal)), out_tangent, lse_tangent.contiguous())
 
 
 def _infer_operator(spec: str, q: Tensor, *inputs: Any) -> Forward:
@@ -170,13 +231,30 @@ def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[
     return grads_like(spec, q, k, v, sink, tensors, rest[-1])
 
 
+def _tangent_fake(spec: str, q, k, v, *rest: Any) -> Dual:
+    primal, dtype = results_like(spec, q, v, q.shape[0]), Spec.parse(spec).result_dtype(q.dtype)
+    out_tangent = new_in_order_of(q, primal.out.shape, dtype)
+    return Dual(*primal, out_tangent, torch.empty_like(primal.lse))
+
+
 library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
+library.impl("tangent", _tangent_operator, "CompositeExplicitAutograd")
+library.impl("only_of_primal", only_of_primal, "CompositeExplicitAutograd")
 library.impl("infer", _infer_operator, "CompositeExplicitAutograd")
-for _name in ("forward", "backward", "infer"):  # autograd is above them, or inside `_forward`
+for _name in (
+    "forward",
+    "backward",
+    "infer",
+    "tangent",
+):  # autograd is above them, or inside `_forward`
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
 torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
 torch.library.register_fake(f"{NAMESPACE}::infer", _infer_fake, lib=library)
+torch.library.register_fake(f"{NAMESPACE}::tangent", _tangent_fake, lib=library)
+torch.library.register_fake(
+    f"{NAMESPACE}::only_of_primal", lambda dout, *_: torch.empty_like(dout), lib=library
+)
 
 
 def _one_by_one(op: Any) -> Callable:
@@ -189,9 +267,15 @@ def _one_by_one(op: Any) -> Callable:
     def rule(info, in_dims, *inputs):
         results = [op(*_entry(inputs, in_dims, n)) for n in range(info.batch_size)]
         stacked = [torch.stack(same) for same in zip(*results, strict=True)]
-        return (stacked, [0] * len(stacked)) if op is _backward_op else (tuple(stacked), (0,) * 4)
+        if op is _backward_op:
+            return stacked, [0] * len(stacked)
+        return tuple(stacked), (0,) * len(stacked)
 
     return rule
+
+
+def _of_batch(in_dims: Any, dout: Tensor, of_tangents: list[Tensor], wait: bool) -> Any:
+    return only_of_primal_op(dout, of_tangents, wait), in_dims[0]
 
 
 def _entry(x: Any, dim: Any, n: int) -> Any:
@@ -203,6 +287,86 @@ def _entry(x: Any, dim: Any, n: int) -> Any:
 _ours = getattr(torch.ops, NAMESPACE)
 forward_op, backward_op, infer_op = _ours.forward, _ours.backward, _ours.infer
 _forward_op, _backward_op = forward_op.default, backward_op.default
-draw_seed_op = _ours.draw_seed
+draw_seed_op, tangent_op, only_of_primal_op = _ours.draw_seed, _ours.tangent, _ours.only_of_primal
 torch.library.register_vmap(f"{NAMESPACE}::forward", _one_by_one(_forward_op), lib=library)
 torch.library.register_vmap(f"{NAMESPACE}::backward", _one_by_one(_backward_op), lib=library)
+torch.library.register_vmap(f"{NAMESPACE}::tangent", _one_by_one(tangent_op.default), lib=library)
+torch.library.register_vmap(
+    f"{NAMESPACE}::only_of_primal", lambda info, in_dims, *inputs: _of_batch(in_dims, *inputs),
+    lib=library,
+)  # fmt: skip
+
+
+# -- formulas for `torch.utils.flop_counter.FlopCounterMode` ---------------------------------------
+# They count every pair, as PyTorch does for its own attention: shapes do not say what a mask skips.
+
+
+def _forward_flops(q, k, v, *args, **kwargs) -> int:
+    b, h, q_len, d = q
+    return 2 * b * h * q_len * k[2] * (d + v[3])
+
+
+def _backward_flops(q, k, v, *args, **kwargs) -> int:
+    b, h, q_len, d = q  # S, dq, dk: width d; dP, dv: width dv
+    return 2 * b * h * q_len * k[2] * (3 * d + 2 * v[3])
+
+
+def _tangent_flops(
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos, along
+) -> int:
+    b, h, q_len, d = q  # S', for q' and for k'; out' from T', and from v'
+    q_moves, k_moves, v_moves = (x is not None for x in along[:3])
+    products = (q_moves + k_moves) * d + (1 + v_moves) * v[3]
+    return _forward_flops(q, k, v) + 2 * b * h * q_len * k[2] * products
+
+
+def _over_ranks(work):
+    """Return the formula for this rank's queries and all keys, whose number is that of a table of
+    shards, or the length of k."""
+
+    def formula(spec, q, k, *given, **kwargs) -> int:
+        table = given[-1 - _AFTER[work]]
+        length = int(table[:, 2].max()) if len(table) else 0
+        exchange = Spec.parse(spec).exchange
+        if exchange is not None and exchange.plan == REPLICATED_KV:
+            length = k.shape[2]
+        return work(q.shape, (*k.shape[:2], length), given[0].shape)
+
+    return formula
+
+
+# Arguments of an operator over ranks behind its table of the keys.
+_AFTER = {_forward_flops: 0, _backward_flops: 6}
+
+
+def register_flops() -> None:
+    """Register formulas of our operators, and of PyTorch's that may run in their place, once
+    `FlopCounterMode` is imported: its import loads Triton."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    if _ours.forward in counter.flop_registry:
+        return
+    raw = {
+        _ours.cp_forward: _over_ranks(_forward_flops),
+        _ours.cp_backward: _over_ranks(_backward_flops),
+    }
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = {
+        _ours.forward: lambda spec, *args, **kwargs: _forward_flops(*args),
+        _ours.backward: lambda spec, *args, **kwargs: _backward_flops(*args),
+        _ours.tangent: lambda spec, *args, **kwargs: _tangent_flops(*args),
+        getattr(torch.ops.aten, kernel): _forward_flops,
+        getattr(torch.ops.aten, f"{kernel}_backward"): lambda dout, *args, **kwargs: (
+            _backward_flops(*args)
+        ),
+    }
+    for op, formula in formulas.items():
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op)(formula)
+    for op, formula in raw.items():
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op, get_raw=True)(formula)
+    for mode in _get_current_dispatch_mode_stack():  # modes copy the registry when they are made
+        if isinstance(active := getattr(mode, "counter", None), counter.FlopCounterMode):
+            active.flop_registry.update({op: counter.flop_registry[op] for op in (*formulas, *raw)})

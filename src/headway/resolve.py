@@ -269,6 +269,8 @@ def _spec_inputs(
     if request.trains:
         learned = capability.learned or request.learned is not None
         capability = capability._replace(trained=True, learned=learned)
+    if request.moves:
+        capability = capability._replace(moves=True)
     tiles = (*mask.shape[:2], *mask.tile) if isinstance(mask, BlockMask) else None
     return capability, (
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,

@@ -5,16 +5,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.profiler import record_function
 
-from . import autograd
+from . import autograd, forward_mode
 from .arguments import DTYPES, check_no_gradient, check_results, check_tensors, scale_of
 from .backends.base import Call
 from .blocks import BlockMask
 from .distributed.context import Layouts, tell_ranks
 from .distributed.context import attention as attention_over_ranks
-from .errors import ArgumentError, CapturedIndexError
+from .errors import ArgumentError, BackendRefused, CapturedIndexError
 from .mods import causal, describe
 from .mods.tracing.locations import find_line, quote
 from .resolve import cast, resolve
@@ -24,6 +25,7 @@ from .types import (
     KV,
     NAMESPACE,
     AttentionGradients,
+    Dual,
     Forward,
     Request,
     Spec,
@@ -32,7 +34,7 @@ from .types import (
     inlined_or_eager,
 )
 
-_Result = TypeVar("_Result", Tensor, Forward)
+_Result = TypeVar("_Result", Tensor, Forward, Dual)
 
 
 @inlined_or_eager
@@ -45,6 +47,23 @@ def run(request: Request) -> Forward:
 def run_out(request: Request) -> Tensor:
     """Return the out of a call, by PyTorch's own operator where a backend prefers it."""
     return _profile(request, _out)
+
+
+@inlined_or_eager
+def run_along(request: Request, tangents: Any) -> Dual:
+    """Return all results of a call and their tangents along those of its inputs."""
+    if any(isinstance(x, Tensor) and x.is_nested for x in (request.q, request.k, request.v)):
+        raise ArgumentError(
+            "attention_jvp takes no nested tensors; pack them into one row, with "
+            "mask=headway.document.from_cu_seqlens(...)"
+        )
+    if any_sharded(request.q, request.k, request.v):
+        raise BackendRefused(
+            "DTensors have no derivative in forward mode: pass to_local() of q, k and v, and of "
+            "their tangents, where they are sharded along batch or heads"
+        )
+    along = lambda request, spec, call: forward_mode.attention_along(request, spec, call, tangents)
+    return _profile(request, along)
 
 
 def run_cpu_native(
@@ -106,6 +125,8 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
 def _out(request: Request, spec: Spec, call: Call) -> Tensor:
     if type(request.keys) is KV or type(request.keys) is Layouts:
         return _results(request, spec, call).out
+    if forward_ad._current_level >= 0:
+        return forward_mode.attention(spec, call).out
     return autograd.attention_out(spec, call)
 
 
@@ -119,6 +140,8 @@ def _results(request: Request, spec: Spec, call: Call) -> Forward:
         custom_tiles = isinstance(mask, BlockMask) and mask.decided is None
         draws_seed = bool(request.dropout) and request.seed is None
         return attention_over_ranks(spec, call, request.keys, custom_tiles, draws_seed)
+    if forward_ad._current_level >= 0:
+        return forward_mode.attention(spec, call)
     return autograd.attention(spec, call)
 
 

@@ -96,13 +96,27 @@ def requires_grad(x: Tensor) -> bool:
     return True
 
 
+def in_forward_mode() -> bool:
+    """Return whether forward-mode AD is on: `torch.func.jvp` and what it makes, `dual_level`."""
+    return forward_ad._current_level >= 0
+
+
+def under_vmap() -> bool:
+    """Return whether `torch.vmap` is the innermost transform: it hides tangents."""
+    top = _functorch.peek_interpreter_stack()
+    return top is not None and top.key() == _functorch.TransformType.Vmap
+
+
 def has_tangent(x: Tensor) -> bool:
-    """Return whether forward-mode AD is on and `x` has a tangent in any transform.
+    """Return whether forward-mode AD is on and `x` has a tangent in any transform; in a compiled
+    program, in the innermost one.
 
     A level can only be queried while no level above it is active, and `vmap` has no rule for it.
     """
-    if forward_ad._current_level < 0:
+    if not in_forward_mode():
         return False
+    if torch.compiler.is_compiling():
+        return not under_vmap() and forward_ad.unpack_dual(x).tangent is not None
     with ExitStack() as popped_levels:
         while True:
             level = max(_functorch.maybe_get_level(x), 0)

@@ -107,6 +107,10 @@ class Spec:
         """Return the dtype of the forward's out for inputs of `dtype`."""
         return acc_dtype(dtype) if self.partial or self.exact_out else dtype
 
+    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a call's out, and of its tangent, for inputs of `dtype`."""
+        return acc_dtype(dtype) if self.partial else dtype
+
     def grad_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of dq, and of dk and dv, for inputs of `dtype`."""
         acc = acc_dtype(dtype)
@@ -226,6 +230,7 @@ class Request(NamedTuple):
       `headway.distributed`: over ranks.
     - `offsets`: the global indices of the first batch row and query head of a shard; None for calls
       that are not sharded.
+    - `moves`: whether the call has tangents besides, which are passed beside the request.
     """
 
     q: Any
@@ -246,6 +251,7 @@ class Request(NamedTuple):
     offsets: tuple[int, int] | None = None
     trains: bool = False
     learned: "tuple[Tensor, ...] | None" = None
+    moves: bool = False
 
 
 class Captured(NamedTuple):
@@ -328,6 +334,34 @@ class Forward(NamedTuple):
     row_max: Tensor  # (b, hq, q_len) or (0,)
 
 
+class Tangents(NamedTuple):
+    """The tangents of a call's inputs, each of its input's shape and dtype. None: the input does
+    not move, and its products are left out.
+    """
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    sink: Tensor | None
+    captured: tuple[Tensor | None, ...]  # one for each tensor that the score captures
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Return the numbers of the captured tensors that have a tangent."""
+        return tuple(n for n, t in enumerate(self.captured) if t is not None)
+
+
+class Dual(NamedTuple):
+    """Results of a forward, and the tangents of out and lse."""
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+    row_max: Tensor
+    out_tangent: Tensor  # of out's shape; the inputs' dtype, or the accumulation dtype if partial
+    lse_tangent: Tensor  # of lse's shape and dtype; 0 where a query sees nothing
+
+
 class Grads(NamedTuple):
     """Results of a backward; `captured` has one entry per tensor of the score."""
 
@@ -368,6 +402,18 @@ class AttentionGradients(NamedTuple):
     dv: Tensor
     dsink: Tensor | None
     captured: tuple[Tensor, ...]
+
+
+class AttentionJVP(NamedTuple):
+    """Results of `attention_jvp_with_stats`: those of `attention_with_stats`, and the tangents of
+    out and lse, of their shapes and dtypes. `lse_tangent` is 0 where a query sees nothing.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+    out_tangent: Tensor
+    lse_tangent: Tensor
 
 
 def as_int(number: Any) -> Any:

@@ -92,6 +92,25 @@ def test_a_packed_model_learns_and_writes():
     assert len(text) > len("def f")
 
 
+def test_a_one_step_generator_learns_eager_and_compiled():
+    small = "--steps 30 --width 24 --depth 1 --heads 2 --sets 3".split()
+    example = load("meanflow")
+    losses, noise, made = example.main(small)
+    falls(losses, 0.2)
+    assert made < noise
+    compiled, *_ = example.main([*small[2:], "--steps", "8", "--compile", "aot_eager"])
+    torch.testing.assert_close(compiled[:3], losses[:3], rtol=1e-4, atol=1e-5)
+
+
+def test_polygons_are_regular():
+    example = load("meanflow")
+    points, polygon = example.polygons(5)
+    assert example.roughness(points, polygon) < 1e-5
+    assert torch.bincount(polygon).sort().values.tolist() == [
+        n for n in (3, 4, 5, 6) for _ in range(5)
+    ]
+
+
 def test_packed_functions_are_whole():
     example = load("generate")
     texts = example.functions()

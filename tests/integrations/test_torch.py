@@ -116,12 +116,6 @@ def test_compiled_transforms_are_right_or_refused():
     torch.testing.assert_close(found, batch(q))
 
 
-def test_forward_mode_is_refused_not_zero():
-    q, k, v = qkv()
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda q: hw.attention(q, k, v), (q,), (torch.ones_like(q),))
-
-
 def test_operators_called_by_themselves_are_differentiable():
     q, k, v = qkv(requires_grad=True)
     spec, call = hw.resolve.prepare(q, k, v, mask=hw.causal())

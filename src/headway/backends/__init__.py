@@ -63,6 +63,8 @@ def order(name: str, spec: Spec, kind: CapabilityKey) -> tuple[str, ...]:
     if name != "auto":
         return (get(name).name,)
     *fast, last = NAMES
+    if kind.moves and kind.device.type != "cpu":  # a card's memory does not hold the reference's
+        return tuple(fast)
     return (*sorted(fast, key=lambda n: slower(n, spec, kind) != ""), last)
 
 

@@ -1,4 +1,4 @@
-"""The interface of a backend: two pure functions, `forward` and `backward`."""
+"""The interface of a backend: pure functions, `forward`, `backward` and `tangent`."""
 
 import importlib
 import operator
@@ -13,8 +13,19 @@ from torch import Tensor
 from ..blocks import Tiles
 from ..mods import causal, lower_mod
 from ..mods.graph import Graph, parse
-from ..surroundings import requires_grad
-from ..types import KV, Captured, Coords, Forward, Grads, Spec, constant_under_compile, in_dtype
+from ..surroundings import has_tangent, in_forward_mode, requires_grad
+from ..types import (
+    KV,
+    Captured,
+    Coords,
+    Dual,
+    Forward,
+    Grads,
+    Spec,
+    Tangents,
+    constant_under_compile,
+    in_dtype,
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,6 +81,7 @@ class CapabilityKey(NamedTuple):
     scattered: bool  # the caller gave positions one by one
     cache: bool = False  # k and v are a cache: `infer` runs the call
     kv_dtype: torch.dtype | None = None  # of k and v, if not q's
+    moves: bool = False  # an input has a tangent: `tangent` runs the call
 
 
 def capability_key(call: Call, score_tensors: int) -> tuple:
@@ -85,7 +97,13 @@ def capability_key(call: Call, score_tensors: int) -> tuple:
     d, dv = operator.index(q.shape[3]), operator.index(v.shape[3])
     scattered = coords.q_pos is not None or coords.kv_pos is not None
     kv_dtype = None if k.dtype == q.dtype else k.dtype
-    return q.dtype, q.device, d, dv, trained, learned, scattered, call.kv is not None, kv_dtype
+    moves = False
+    if in_forward_mode():
+        inputs = [q, k, v, sink, *call.captured.tensors]
+        moves = any([x is not None and has_tangent(x) for x in inputs])  # noqa: C419
+    return (
+        q.dtype, q.device, d, dv, trained, learned, scattered, call.kv is not None, kv_dtype, moves,
+    )  # fmt: skip
 
 
 # A hook takes the gradients of a node's inputs and outputs, and returns those of its inputs; None
@@ -94,7 +112,7 @@ Hook = Callable[[Any, Any], Any] | None
 
 
 class Backend(Protocol):
-    """A backend: two pure functions, and an account of the calls that it cannot run."""
+    """A backend: pure functions, and an account of the calls that it cannot run."""
 
     name: str
 
@@ -128,6 +146,18 @@ class Backend(Protocol):
 
         The backwards of disjoint key ranges, each given the same merged out and lse, sum to the
         exact gradients. `needs` says which tensors captured by the score need one.
+        """
+        ...
+
+    def tangent(self, spec: Spec, call: Call, along: Tangents) -> Dual:
+        """Return `forward`, and how out and lse move along the tangents, in one pass:
+
+            S' = scale (q' kᵀ + q k'ᵀ)      T' = score'(S) S' + Σ (derivative by g) g'
+            lse' = Σ P T' + P_sink sink'    out' = (P (T' − lse')∘K) v + (P∘K) v'
+
+        g are the numbers that the score reads of captured tensors, K = keep/(1-p). A pair that is
+        not kept counts nothing, whatever T' is there; a query that sees nothing gets 0 and 0. With
+        `partial`, those of disjoint keys add up as `merge` differentiated says.
         """
         ...
 

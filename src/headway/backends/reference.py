@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..dropout import keep
-from ..mods.evaluation.derivative import differentiable_gathers, joint
+from ..mods.evaluation.derivative import differentiable_gathers, joint, with_tangent
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
-from ..types import KV, Coords, Forward, Grads, Spec, acc_dtype
+from ..types import KV, Coords, Dual, Forward, Grads, Spec, Tangents, acc_dtype
 from .base import (
     Call,
     CapabilityKey,
@@ -150,6 +150,41 @@ def backward(
         dsink,
         captured_grads,
     )
+
+
+def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
+    """Return `forward`, and out' = ((P (T' − lse'))∘K) v + (P∘K) v' with lse' = the mean of T'."""
+    hq, dtype = call.q.shape[1], call.q.dtype
+    s, t, keep_mask, dropout_factor = scores(spec, call)
+    p, sink_p = softmax(t, call.sink)
+    s_tangent = torch.zeros_like(s)
+    if along.q is not None:
+        s_tangent += spec.scale * along.q.double() @ _to_heads(call.k, hq).mT
+    if along.k is not None:
+        s_tangent += spec.scale * call.q.double() @ _to_heads(along.k, hq).mT
+    t_tangent: Tensor = s_tangent
+    if spec.score is not None:
+        captured, _ = split(spec, call.captured)
+        tables = [x for x in along.captured if x is not None]
+        captured = captured._replace(tensors=captured.tensors + tables)
+        (_, t_tangent), _ = score_at(
+            with_tangent(spec.score, along.moving), captured,
+            _positions(call.q, call.k, call.coords), s, keep_mask, score_tangent=s_tangent,
+        )  # fmt: skip
+    # Where P is 0 the tangent counts nothing, and may be anything, infinity included.
+    t_tangent = torch.as_tensor(t_tangent, dtype=s.dtype, device=s.device)
+    t_tangent = torch.where(p == 0, 0.0, t_tangent)
+    lse_tangent = (p * t_tangent).sum(-1)
+    if along.sink is not None:
+        lse_tangent = lse_tangent + sink_p * along.sink.double()[:, None]
+    weights = p * (t_tangent - lse_tangent[..., None]) * dropout_factor
+    out_tangent = torch.where(p == 0, 0.0, weights) @ _to_heads(call.v, hq)
+    if along.v is not None:
+        out_tangent = out_tangent + (p * dropout_factor) @ _to_heads(along.v, hq)
+    return Dual(
+        *forward(spec, call), out_tangent.to(spec.result_dtype(dtype)),
+        lse_tangent.to(acc_dtype(dtype)),
+    )  # fmt: skip
 
 
 def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ..types import inlined_or_eager
+from ..types import constant_under_compile
 from .rows import local_part
 
 
@@ -51,39 +51,15 @@ class MaxLogit(nn.Module):
     def forward(self, max_logit: Tensor) -> None:  # (b, h)
         if not self.recording:
             return
-        with torch.no_grad():
-            if torch._C._are_functorch_transforms_active():
-                self._record_beneath(max_logit)
-            else:
-                self._record(local_part(max_logit))
-
-    @inlined_or_eager
-    def _record_beneath(self, max_logit: Tensor) -> None:
-        """Record what `torch.func` has wrapped: its transforms let nothing be written inside."""
-        functorch = torch._C._functorch
-        heads = 1  # the dimension
-        while functorch.is_functorch_wrapped_tensor(max_logit):
-            batched = functorch.is_batchedtensor(max_logit)
-            heads += batched and functorch.maybe_get_bdim(max_logit) <= heads
-            max_logit = functorch.get_unwrapped(max_logit)
-        with temporarily_clear_interpreter_stack():
-            self._record(max_logit.movedim(heads, -1).flatten(0, -2))
-
-    _record_beneath._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _record_beneath._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "MaxLogit records beneath the transforms of torch.func"
-    )
-
-    def _record(self, max_logit: Tensor) -> None:
         if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
             self._move(max_logit.device)
-        local_value = self.value[: max_logit.shape[1]]
-        if max_logit.shape[0]:
-            largest = max_logit.amax(0).float()
-            largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
-        else:  # an empty batch keeps no pair
-            largest = torch.full_like(local_value, -math.inf)
-        local_value.copy_(torch.fmax(local_value, largest))  # fmax: of NaN and a number, the number
+        with torch.no_grad():
+            if torch._C._are_functorch_transforms_active():
+                if torch.compiler.is_compiling():
+                    _allow_in_graph()
+                _record_beneath(self.value, max_logit)
+            else:
+                _record(self.value, local_part(max_logit))
 
     def reset(self) -> None:
         """Forget what was recorded."""
@@ -119,6 +95,37 @@ class MaxLogit(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={len(self.value)}"
+
+
+def _record(value: Tensor, max_logit: Tensor) -> None:
+    """Write the maximum of `value` and of `max_logit`, (b, heads), to `value`."""
+    local_value = value[: max_logit.shape[1]]
+    if max_logit.shape[0]:
+        largest = max_logit.amax(0).float()
+        largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
+    else:  # an empty batch keeps no pair
+        largest = torch.full_like(local_value, -math.inf)
+    local_value.copy_(torch.fmax(local_value, largest))  # fmax: of NaN and a number, the number
+
+
+def _record_beneath(value: Tensor, max_logit: Tensor) -> None:
+    """Record what `torch.func` has wrapped: its transforms let nothing be written inside."""
+    functorch = torch._C._functorch
+    heads = 1  # the dimension
+    while functorch.is_functorch_wrapped_tensor(max_logit):
+        batched = functorch.is_batchedtensor(max_logit)
+        heads += batched and functorch.maybe_get_bdim(max_logit) <= heads
+        max_logit = functorch.get_unwrapped(max_logit)
+    with temporarily_clear_interpreter_stack():
+        _record(value, max_logit.movedim(heads, -1).flatten(0, -2))
+
+
+def _allow_in_graph() -> None:
+    """Tell Dynamo, while it traces, to take the function as it is."""
+    torch.compiler.allow_in_graph(_record_beneath)
+
+
+constant_under_compile(_allow_in_graph)
 
 
 @torch.no_grad()

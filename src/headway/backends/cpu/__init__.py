@@ -9,6 +9,7 @@ from torch import Tensor
 from ...types import Forward, Grads, Spec, acc_dtype
 from ..base import Call, CapabilityKey, graph_text, no_limits, nothing_prepared
 from . import decode, flash, tiled
+from . import tangent as tangent_blocks
 from .maxima import row_maxima
 
 name = "cpu"
@@ -53,4 +54,5 @@ def backward(
 
 
 native, plain, infer = flash.native, flash.plain, decode.infer
+tangent = tangent_blocks.tangent
 limits, accumulates, code, prepare = no_limits, acc_dtype, graph_text, nothing_prepared

@@ -11,7 +11,7 @@ from ...types import Spec, acc_dtype
 from ..base import Call, graphs, split
 from .decode_keys import CACHED_NUMBERS, KeyReader
 from .flash import _finite, _forward, _some_zero
-from .tiled import Buffers, _exp
+from .tiled import Buffers, exp_in_place
 
 _FRESH_NUMBERS = 1 << 15  # fresh memory of as few costs less than looking for used memory
 
@@ -74,7 +74,7 @@ class BlockAttention:
                 return update._replace(max_logit=max_logit)
         m = t.amax(-1, keepdim=True)
         base = m.masked_fill(m == -math.inf, 0)
-        p = _exp(torch.sub(t, base, out=self.buffers(self.acc)))
+        p = exp_in_place(torch.sub(t, base, out=self.buffers(self.acc)))
         v = self.keys.v(rows, heads, keys).flatten(0, 1)
         out = torch.bmm(p.view(len(v), -1, p.shape[-1]), v).view(*q.shape[:4], v.shape[2])
         return PartialSoftmax(m, p.sum(-1, keepdim=True), out, max_logit)

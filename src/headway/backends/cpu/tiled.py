@@ -96,12 +96,14 @@ class PairBlock:
         return self._cached_masks[key]
 
     def scores(
-        self, graph: Graph, s: Tensor, keep_mask: Tensor | None, *, overwrite: bool
-    ) -> tuple[list, Gathers]:
+        self, graph: Graph, s: Tensor, keep_mask: Tensor | None, *, overwrite: bool,
+        s_tangent: Tensor | None = None,
+    ) -> tuple[list, Gathers]:  # fmt: skip
         """Return the outputs of the score's graph, or of its joint graph, on logits S."""
         return score_at(
-            graph, self.bound_score, self.pair_positions, s, keep_mask, self.buffers, overwrite
-        )
+            graph, self.bound_score, self.pair_positions, s, keep_mask, self.buffers, overwrite,
+            s_tangent,
+        )  # fmt: skip
 
     def dropout_factors(self) -> Tensor:
         """Return keep / (1 - p)."""
@@ -172,7 +174,7 @@ def flat(block: Tensor) -> Tensor:
     return block.view(block.shape[0], block.shape[1] * block.shape[2], block.shape[3])
 
 
-def _exp(t: Tensor) -> Tensor:
+def exp_in_place(t: Tensor) -> Tensor:
     """Compute exp in place, without denormal results: those slow a product down tenfold, and are
     lost beside a row's largest term, 1. NaN stays NaN."""
     return torch.threshold_(t, _MIN_EXPONENTS[t.dtype], -math.inf).exp_()
@@ -214,7 +216,7 @@ def _online_softmax_step(t: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, T
     m_before, m = m, torch.maximum(m, t.amax(-1, keepdim=True))
     # A row that has seen nothing yet has m = -inf, for which exp(-inf - 0) = 0 is right.
     base = m.masked_fill(m == -math.inf, 0)
-    p = _exp(t.sub_(base))
+    p = exp_in_place(t.sub_(base))
     rescale = (m_before - base).exp_()
     total.mul_(rescale).add_(p.sum(-1, keepdim=True))
     return p, m, rescale
@@ -256,7 +258,7 @@ def _split_large_lse(
     return share
 
 
-def _sinks_by_row(sink: Tensor | None, b: int, hk: int, g: int, acc: torch.dtype) -> Tensor | None:
+def sinks_by_row(sink: Tensor | None, b: int, hk: int, g: int, acc: torch.dtype) -> Tensor | None:
     """Return the sinks as (b * hk, g, 1, 1)."""
     if sink is None:
         return None
@@ -270,7 +272,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     acc, g = pairs.acc, hq // hk
     q, k, v = (by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v))
     k, v = k[:, 0], v[:, 0]
-    sink = _sinks_by_row(call.sink, b, hk, g, acc)
+    sink = sinks_by_row(call.sink, b, hk, g, acc)
     empty = partial(torch.empty, device="cpu")
     out = empty(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
     lse, row_max = (empty(b * hk, g, q_len, dtype=acc) for _ in range(2))
@@ -334,7 +336,7 @@ def backward(
     # A row that sees nothing has lse = -inf and must get P = 0.
     lse = by_kv_head(lse.masked_fill(lse == -math.inf, math.inf), hk, acc)[..., None]
     delta = by_kv_head(delta_of(out, dout, dlse, acc), hk, acc)[..., None]
-    sink = _sinks_by_row(call.sink, b, hk, g, acc)
+    sink = sinks_by_row(call.sink, b, hk, g, acc)
     share = _split_large_lse(spec, call, pairs, q, k, lse, sink)
     dq = torch.zeros(b * hk, g, q_len, d, dtype=acc, device="cpu")
     dk = torch.zeros(b * hk, kv_len, d, dtype=acc, device="cpu")
@@ -356,7 +358,7 @@ def backward(
                 t = score_grads.scores(s, keep_mask)
             if keep_mask is not None:
                 t.masked_fill_(~keep_mask, -math.inf)
-            p = _exp(t.sub_(lse[heads, group_heads, queries]))
+            p = exp_in_place(t.sub_(lse[heads, group_heads, queries]))
             if share is not None:
                 p.mul_(share[heads, group_heads, queries])
             torch.bmm(do_block, v[heads, keys].mT, out=flat(dp))

@@ -54,6 +54,8 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
             "reads a number for each query: sums of its gradient do not fit in shared memory; "
             "detach() it, or use backend='triton'"
         )
+    if kind.moves:
+        reasons.append("an input has a tangent (forward mode): it has none; use backend='triton'")
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
     if spec.deterministic and kind.learned:

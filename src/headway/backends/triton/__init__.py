@@ -35,6 +35,11 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
         )
     if max(kind.d, kind.dv) > WIDEST:
         reasons.append(f"widths d = {kind.d}, dv = {kind.dv}: at most {WIDEST} fit in registers")
+    if kind.moves:
+        reasons.append(
+            "an input has a tangent (forward mode), for which it has no kernel yet: use tensors on "
+            "the CPU, or backend='reference'"
+        )
     if spec.deterministic and kind.learned:
         reasons.append(
             "deterministic=True and a captured tensor that requires grad: its gradient is added up "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...surroundings import isolated
-from ..graph import DTYPES, FLOATS, Graph, parse
+from ..graph import DTYPES, FLOATS, Arg, Builder, Graph, Input, parse
 from ..ops import apply
 from ..tracing.tracer import Tracer
 from .evaluate import evaluate
@@ -105,3 +105,43 @@ def differentiable_gathers(graph: Graph, tensors: Sequence[int]) -> tuple[int, .
     """Return the nodes of the float gathers from the captured tensors numbered in `tensors`."""
     names = {f"t{n}" for n in tensors}
     return tuple(n for n, node in graph.gathers if node.args[0] in names and node.dtype in FLOATS)
+
+
+SCORE_TANGENT = "score_tangent"  # the input of `with_tangent` that holds S'
+
+
+@lru_cache(maxsize=1024)
+def with_tangent(text: str, moving: tuple[int, ...] = ()) -> Graph:
+    """Return the score and its tangent T' = dT/dS S' + Σ dT/dg g' in one graph.
+
+    g' is read where the score reads g, from the tangents of the captured tensors numbered in
+    `moving`. These are the graph's last tensors, each of its captured tensor's dtype.
+    """
+    score = parse(text)
+    gathers = differentiable_gathers(score, moving)
+    graph = joint(text, gathers)
+    dtype = next(i.dtype for i in graph.inputs if i.name == "score")
+    builder = Builder()
+    builder.nodes = list(graph.nodes)
+    t, dt_ds, *dt_dgathers = graph.outputs
+    joint_nodes = dict(zip([n for n, _ in score.gathers], graph.gathers, strict=True))
+    terms: list[tuple[Arg, Arg]] = [(dt_ds, SCORE_TANGENT)]
+    for n, dt_dgather in zip(gathers, dt_dgathers, strict=True):
+        _, node = joint_nodes[n]
+        table = f"t{len(score.tensors) + moving.index(int(str(node.args[0])[1:]))}"
+        value = builder.emit("gather", (table, *node.args[1:]), node.dtype, node.line)
+        if node.dtype != dtype:
+            value = builder.emit("to", (value,), dtype)
+        terms.append((dt_dgather, value))
+    total: Arg = 0
+    for derivative, value in terms:
+        if derivative != 0:
+            term = builder.emit("mul", (derivative, value), dtype)
+            total = term if total == 0 else builder.emit("add", (total, term), dtype)
+    dims = {i.name: i for i in score.tensors}
+    tangents = [
+        Input(f"t{len(score.tensors) + n}", dims[f"t{m}"].dtype, dims[f"t{m}"].ndim)
+        for n, m in enumerate(moving)
+    ]
+    inputs = *graph.inputs, Input(SCORE_TANGENT, dtype), *tangents
+    return builder.finish("joint", inputs, (t, total))

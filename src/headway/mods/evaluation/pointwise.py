@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import CapturedIndexError
 from ...types import Captured
 from ..graph import DTYPES, Graph
+from .derivative import SCORE_TANGENT
 from .evaluate import evaluate
 
 _SINGLE_THREAD = 1 << 15  # numbers that PyTorch gives to one thread
@@ -168,14 +169,18 @@ def score_at(
     keep: Tensor | None,
     scratch: Callable[[torch.dtype], Tensor] | None = None,
     overwrite: bool = False,
+    score_tangent: Tensor | None = None,
 ) -> tuple[list, Gathers]:
     """Return the outputs of a score's graph, or joint graph, at some pairs, and its gathers.
+    `score_tangent` is the tangent of `score`, for a graph of `with_tangent`.
 
     Where `keep` is False, indices out of range are clamped, as in `table[q_idx - kv_idx]` under a
     causal mask. Elsewhere they raise `CapturedIndexError`. `keep` None means all pairs.
     """
     gathers = Gathers(graph)
     values = {**bind(graph, captured), **positions.values, "score": score}
+    if score_tangent is not None:
+        values[SCORE_TANGENT] = score_tangent
     outputs = evaluate(graph, values, gathers, scratch, overwrite)
     if gathers.outside:
         gathers.check(
