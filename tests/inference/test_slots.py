@@ -100,6 +100,7 @@ REFUSED = {
     "a batch": ({"k": NEW[None]}, r"k must be floats \(tokens, hk, width\)"),
     "a cache of ints": ({"k_cache": CACHE.int()}, "k_cache is torch.int32"),
     "a flat cache": ({"v_cache": CACHE[0]}, r"v_cache must be \(pages, hk, page, width\)"),
+    "pages that are one": ({"k_cache": CACHE[:1].expand_as(CACHE)}, "pages share memory"),
     "a scale": ({"k_scale": torch.ones(3)}, r"k_scale must be a float tensor \(\) or \(hk,\)"),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from ..run import run, run_out
 from ..types import KV, AttentionOutput, Request
+from .slots import is_expanded
 
 
 def attention(
@@ -166,7 +167,7 @@ def _check_out(out: Any, q: Any, v: Any) -> None:
         raise ArgumentError(f"out must be {shape} of q's dtype, {q.dtype}, got {got}")
     if out.device != q.device:
         raise ArgumentError(f"out is on {out.device}, q on {q.device}")
-    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+    if is_expanded(out):
         raise ArgumentError(
             f"out has strides {out.stride()}: several of its elements are one number; pass one "
             "that is not expanded"

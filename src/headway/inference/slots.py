@@ -68,6 +68,11 @@ def write(
             by_place[where] = torch.where(valid.any(), numbers, by_place[where])
 
 
+def is_expanded(x: Tensor) -> bool:
+    """Return whether several elements of a tensor are one number in memory."""
+    return any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True))
+
+
 def _bytes(x: Tensor) -> Tensor:
     """Return float8 numbers as bytes, since PyTorch writes none by index."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
@@ -104,6 +109,11 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> Non
         if cache.dtype not in (*DTYPES, torch.float8_e4m3fn):
             raise ArgumentError(
                 f"{name}_cache is {cache.dtype}; use a float dtype or float8_e4m3fn"
+            )
+        if is_expanded(cache):
+            raise ArgumentError(
+                f"{name}_cache has strides {cache.stride()}: pages share memory; pass one that "
+                "is not expanded"
             )
         if not isinstance(new, Tensor) or not new.is_floating_point() or new.dim() != 3:
             raise ArgumentError(f"{name} must be floats (tokens, hk, width), got {shown(new)}")
