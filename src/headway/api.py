@@ -38,8 +38,8 @@ def attention(
 ) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask) v: exact attention for any score and mask.
 
-    Differentiable in q, k, v, `sink`, and every tensor that `score` captures and that requires
-    grad. Query head h reads key head `h // (hq // hk)`. A query that may see no key gets 0.
+    It has gradients for q, k, v, `sink`, and every tensor that `score` captures and that requires
+    grad. Query head h reads key head `h // (hq // hk)`. A query that attends to no key gets 0.
     DTensors may be sharded along batch and heads (see `headway.sharded`). Nested tensors
     (`layout=torch.jagged`, heads before the ragged length) are not padded: b is the sequence, q_idx
     and kv_idx count from its start, and q may be ragged otherwise than k and v.
@@ -49,22 +49,23 @@ def attention(
     - `q`, `k`, `v`: `(b, hq, q_len, d)`, `(b, hk, kv_len, d)` and `(b, hk, kv_len, dv)`, float64,
       float32, bfloat16 or float16, of one dtype and device; any lengths and widths, `dv` may differ
       from `d`, and `hq` must be a multiple of `hk`. Computed in float32 (float64 for float64).
-    - `score`: `(score, b, h, q_idx, kv_idx) -> score`, plain PyTorch on numbers that broadcast, or
-      a value of the library such as `alibi(8) >> softcap(30.0)`. It sees the scaled logit.
-    - `mask`: `(b, h, q_idx, kv_idx) -> bool`, True keeps the pair; a value of the library such as
-      `causal() & sliding_window(1024)`; or a `BlockMask` built by `block_mask`.
-    - `scale`: multiplies `q kᵀ`, once; `1/sqrt(d)` if None. 0.0 is honoured.
+    - `score`: a function `(score, b, h, q_idx, kv_idx) -> score` in plain PyTorch, which gets the
+      scaled logit, or a value of the library such as `alibi(8) >> softcap(30.0)`.
+    - `mask`: a function `(b, h, q_idx, kv_idx) -> bool`, False to mask the pair out; a value of the
+      library such as `causal() & sliding_window(1024)`; or a `BlockMask` from `block_mask`.
+    - `scale`: multiplies `q kᵀ`, once. Default: `1/sqrt(d)`. 0.0 is honoured.
     - `sink`: `(hq,)`, a logit per query head that joins the softmax but has no value (GPT-OSS).
-    - `dropout`: the probability to drop a pair after the softmax; the rest is scaled by 1/(1-p).
-    - `seed`: of the dropout, a number or a 0-d int64 tensor; PyTorch's generator draws it if None.
-    - `deterministic`: bit-equal gradients run after run.
+    - `dropout`: the probability to drop a pair after the softmax. The rest is scaled by 1/(1-p).
+    - `seed`: the seed of the dropout, a number or a 0-d int64 tensor. Default: PyTorch's generator
+      draws it.
+    - `deterministic`: if True, gradients are bit-equal from run to run.
     - `backend`: "auto", or a name from `headway.backends.NAMES`, which then never falls back.
-    - `layout`: where the sequence is cut over ranks, which tokens q, k and v are: a
-      `headway.distributed.Layout`, or two, of the queries and of the keys; `(layout, None)` where
-      every rank has all keys and values. Score, mask and what they capture are those of the whole
-      sequence, equal on all ranks. A seed that is not given is drawn on the first rank.
-      Gradients of sinks and captured tensors are this rank's share: their sum over ranks is the
-      whole, as of every weight. So are those of keys and values that every rank has.
+    - `layout`: a `headway.distributed.Layout` if the sequence is split over ranks: it says which
+      tokens q, k and v hold. Pass two layouts if queries and keys are split differently, and
+      `(layout, None)` if every rank has all keys and values. Score, mask and captured tensors are
+      those of the whole sequence, equal on all ranks. The first rank draws the seed if you pass
+      none. Gradients of sinks and captured tensors, and of keys and values that every rank has, are
+      partial sums: all-reduce them, as you do for weights.
 
     **Returns:** `(b, hq, q_len, dv)`, the dtype of q.
 

@@ -35,44 +35,42 @@ def attention(
 ) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask) v over a cache: `headway.attention` for decoding.
 
-    Every row of the batch has its own number of keys, `lengths[b]`, with the keys of its queries
-    among them: they are in the cache before they are attended to. Positions are global: kv_idx is
-    the place of a key in its row, wherever it lies in memory, and q_idx is
-    `lengths[b] - q_len + i`, so the score and mask of training work as they are. There is no
-    default mask: write `mask=causal()` for a model that was trained with it.
+    Each row of the batch has `lengths[b]` keys, including the keys of its queries: append them to
+    the cache first. Positions are global. kv_idx is the position of a key in its row, wherever it
+    lies in memory, and q_idx is `lengths[b] - q_len + i`. The score and mask of training therefore
+    work unchanged. There is no default mask: write `mask=causal()` for a causal model.
 
-    Nothing depends on a length but the result: no plan, kernel or mask is made for one, and
-    `lengths` is never read by the host. Only keys before `lengths[b]` are read. It has no gradient.
+    Plans, kernels and masks do not depend on lengths, and the host never reads `lengths`. Only keys
+    before `lengths[b]` are read. The result has no gradient.
 
     **Arguments:**
 
-    - `q`: `(b, hq, q_len, d)`, the last `q_len` positions of every row; or packed,
-      `(1, hq, tokens, d)` with `cu_q`, for rows of different numbers of queries: decoding and
-      chunks of prompts in one call. Tokens from `cu_q[-1]` on are nobody's and get 0.
-    - `k`, `v`: a cache with room for `capacity` keys a row, `(b, hk, capacity, ·)`; or pages,
-      `(pages, hk, page, ·)` of any strides: a layout with heads last is a view. Of q's dtype, or
-      `float8_e4m3fn`. `v` may be a view of k's first columns, which is then read once (MLA).
-    - `lengths`: keys of every row, 0 to capacity. An entry outside of that range is an error where
-      the tensors are on the CPU, and counts as the nearest that is in range elsewhere.
-    - `page_table`: the pages of every row, in their order; key j is on page
-      `page_table[b, j // page]`. Entries after a row's last page may hold anything. An entry that
-      is no page is an error on the CPU; elsewhere the keys on it are not seen.
-    - `cu_q`, `max_q`: row r has the queries `cu_q[r]:cu_q[r + 1]`, and none has more than `max_q`.
+    - `q`: `(b, hq, q_len, d)`, the last `q_len` positions of every row. Or packed,
+      `(1, hq, tokens, d)` with `cu_q`, if rows have different numbers of queries: decoding and
+      chunks of prompts in one call. Tokens from `cu_q[-1]` on belong to no row and get 0.
+    - `k`, `v`: a cache with room for `capacity` keys per row, `(b, hk, capacity, ·)`, or pages,
+      `(pages, hk, page, ·)`. Any strides work: a layout with heads last is a view. The dtype is q's
+      or `float8_e4m3fn`. `v` may be a view of k's first columns, which are then read once (MLA).
+    - `lengths`: the number of keys per row, 0 to capacity. On the CPU a number outside of that
+      range is an error. Elsewhere it is clamped.
+    - `page_table`: the pages of every row, in order. Key j is on page `page_table[b, j // page]`.
+      Entries after a row's last page may hold anything. On the CPU an invalid page is an error.
+      Elsewhere its keys are masked out.
+    - `cu_q`, `max_q`: row r has the queries `cu_q[r]:cu_q[r + 1]`, at most `max_q` of them.
     - `score`, `mask`, `scale`, `sink`, `backend`: as in `headway.attention`. `causal(n)` with n > 0
-      is refused, since positions are global. A block mask covers positions, capacity by capacity,
-      or, where its mask ignores q_idx, has one row of tiles: `top_k_blocks` with blocks of a page
-      chooses pages.
-    - `k_scale`, `v_scale`: float tensors that multiply k and v, one for all, for every key head, or
-      for every row and key head.
-
+      is refused, since positions are global. A block mask covers capacity × capacity positions. If
+      its mask ignores q_idx, it may have one row of tiles: `top_k_blocks` with blocks of a page
+      selects pages.
+    - `k_scale`, `v_scale`: float tensors that multiply k and v: one for all, one per key head, or
+      one per row and key head.
     - `out`: the result is copied to this tensor, of its shape, dtype and device and any strides,
       and the tensor is returned.
 
-    **Returns:** `(b, hq, q_len, dv)`, or `(1, hq, tokens, dv)`, the dtype of q. A query that sees
-    no key, as in a row of length 0, gets 0.
+    **Returns:** `(b, hq, q_len, dv)`, or `(1, hq, tokens, dv)`, in the dtype of q. A query that
+    attends to no key, for example in a row of length 0, gets 0.
 
-    **Raises:** as `headway.attention`; `ArgumentError` for what does not go together, and for
-    tensors that require grad where gradients are recorded.
+    **Raises:** as `headway.attention`; `ArgumentError` for arguments that do not fit together, and
+    for tensors that require grad while gradients are recorded.
 
     (Kwon et al. 2023, PagedAttention, arXiv 2309.06180; Dao et al. 2023, Flash-Decoding)
     """
@@ -104,10 +102,10 @@ def attention_with_stats(
     backend: str = "auto",
     **unknown: Never,
 ) -> AttentionOutput:
-    """`attention`, with the log-sum-exp of every query, `(b, hq, q_len)` or `(1, hq, tokens)`, and
-    the largest logit of every row and head, `(b, hq)`: see `headway.AttentionOutput`.
+    """Return `attention`, the log-sum-exp of every query, `(b, hq, q_len)` or `(1, hq, tokens)`,
+    and the largest logit of every row and head, `(b, hq)`: see `headway.AttentionOutput`.
 
-    The same arguments and errors as `attention`.
+    It takes the arguments of `attention` and raises its errors.
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)

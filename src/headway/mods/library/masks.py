@@ -28,7 +28,7 @@ from .packing import document_ids, ends_of
 
 @value
 class causal(Mask):
-    """`j <= i + offset`: a query sees itself and what came before.
+    """`j <= i + offset`: a query attends to itself and to earlier keys.
 
     `offset` moves the diagonal: `causal(kv_len - q_len)` aligns the last query with the last key,
     as decoding against a cache of keys needs. A bare `causal(offset)` of several queries that masks
@@ -47,7 +47,7 @@ class causal(Mask):
 
 @value
 class sliding_window(Mask):
-    """`|i - j| < window`: the nearest `window` positions on either side, itself included.
+    """`|i - j| < window`: a query attends to the nearest positions on both sides, and itself.
 
     With `causal()`: the last `window` keys. (Beltagy et al. 2020, Longformer, arXiv 2004.05150;
     Jiang et al. 2023, Mistral 7B, arXiv 2310.06825)
@@ -105,7 +105,7 @@ class strided(Mask):
 class chunked(Mask):
     """`i // size == j // size`: attention stays inside chunks of `size` positions.
 
-    With `causal()`: a query sees its own chunk up to itself. (Qiu et al. 2020, Blockwise
+    With `causal()`, a query attends to its own chunk up to itself. (Qiu et al. 2020, Blockwise
     Self-Attention, arXiv 1911.02972; the local layers of Llama 4, Meta 2025, in chunks of 8192)
     """
 
@@ -147,7 +147,7 @@ class block_causal(Mask):
 
 @value
 class prefix(Mask):
-    """`j < length`: every query sees the first `length` keys.
+    """`j < length`: every query attends to the first `length` keys.
 
     `length` is a number, or an int tensor `(batch,)`. `causal() | prefix(n)` is the prefix-LM mask
     (Raffel et al. 2020, T5, arXiv 1910.10683, figure 4).
@@ -173,7 +173,7 @@ class prefix(Mask):
 
 @value
 class document(Mask):
-    """`ids[i] == kv_ids[j]`: packed documents do not see each other.
+    """`ids[i] == kv_ids[j]`: packed documents do not attend to each other.
 
     `ids` is an int tensor `(q_len,)` or `(batch, q_len)`; `kv_ids`, where keys differ from queries,
     likewise over keys. int32, which a GPU compares faster than int64, is enough. From lengths or
@@ -256,7 +256,7 @@ class document(Mask):
 
 @value
 class spans(Mask):
-    """`ids[i] >= 0 and ids[i] == kv_ids[j]`: the positions of a span see each other, both ways.
+    """`ids[i] >= 0 and ids[i] == kv_ids[j]`: the positions of a span attend to each other.
 
     `ids` is an int tensor `(q_len,)` or `(batch, q_len)`: the number of the span that a position
     is in, and -1, or any negative number, where it is in none. `kv_ids`, where keys differ from
@@ -284,10 +284,10 @@ class spans(Mask):
 
 @value
 class padding(Mask):
-    """`j < lengths[b]`: keys past the end of a row's sequence are not seen.
+    """`j < lengths[b]`: keys after the end of a row's sequence are masked out.
 
-    `lengths` is an int tensor `(batch,)`, or says of every key whether it is seen: a bool tensor
-    `(batch, kv_len)`, False at padding, which may be anywhere in a row.
+    `lengths` is an int tensor `(batch,)`. It may also be a bool tensor `(batch, kv_len)` that is
+    False at padding, anywhere in a row.
     """
 
     lengths: Tensor
@@ -410,7 +410,7 @@ class tree(Mask):
 
 @value
 class global_tokens(Mask):
-    """`i < count or j < count`: the first `count` positions see and are seen by all.
+    """`i < count or j < count`: the first `count` positions attend to all, and all to them.
 
     With a window: `sliding_window(w) | global_tokens(n)`. (Beltagy et al. 2020, Longformer,
     arXiv 2004.05150, section 3.1; Zaheer et al. 2020, Big Bird, arXiv 2007.14062)
@@ -427,10 +427,10 @@ class global_tokens(Mask):
 
 @value
 class dense(Mask):
-    """`tensor[b, h, i, j]`: a mask that exists as a bool tensor, True where a pair is kept.
+    """`tensor[b, h, i, j]`: a mask from a bool tensor, False where a pair is masked out.
 
     `tensor` broadcasts to `(batch, heads, q_len, kv_len)`: any of its dimensions may be 1, and
-    leading ones may be missing. A formula costs less, in memory and time, where there is one.
+    leading ones may be missing. If your mask has a formula, write it: it needs less memory.
     """
 
     tensor: Tensor
@@ -459,11 +459,11 @@ class dense(Mask):
 
 @value
 class block_table(Mask):
-    """`table[b, h, i // block_q, j // block_kv]`: a bool tensor of the blocks that are kept.
+    """`table[b, h, i // block_q, j // block_kv]`: a bool tensor, False for blocks masked out.
 
-    `table` broadcasts to `(batch, heads, rows, columns)` of blocks; any of its dimensions may be
-    1, and the first two may be missing. `block` is a number, or `(block_q, block_kv)`. Where the
-    blocks of every row are a list, and for tiles that are these blocks: `headway.top_k_blocks`.
+    `table` broadcasts to `(batch, heads, rows, columns)` of blocks. Any of its dimensions may be 1,
+    and the first two may be missing. `block` is a number, or `(block_q, block_kv)`. If you have a
+    list of blocks per row, or want tiles of exactly these blocks, use `headway.top_k_blocks`.
     """
 
     table: Tensor
