@@ -3,11 +3,8 @@
 Everything here runs at every call, before any work; `torch.compile` traces it.
 """
 
-import functools
 import math
 import sys
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +14,9 @@ from torch.compiler import is_compiling
 from .backends.base import Call
 from .blocks import BlockMask
 from .dropout import draw_seed, seed_not_saved
-from .errors import ArgumentError, ModError
+from .errors import ArgumentError
 from .mods import Captured, Mask, Score, causal
 from .mods.base import Both, Either, Mod, Not, Then
-from .mods.lowering import GUARDS_CLASSES
 from .mods.suggest import suggestion
 from .operators import draw_seed_op
 from .surroundings import requires_grad
@@ -200,36 +196,6 @@ def number_of(name: str, number: Any) -> float:
     if value is None:
         raise ArgumentError(f"{name}={number!r} must be a number")
     return float(value)
-
-
-def check_made_outside(kind: str, functions: list[Callable]) -> None:
-    """Refuse functions that `torch.compile` cannot look into: closures that are created while it
-    traces, and methods before PyTorch 2.13."""
-    for fn in functions:
-        if not GUARDS_CLASSES and isinstance(fn, types.MethodType):
-            raise ModError(
-                f"the {kind} is a method, which torch.compile before PyTorch 2.13 does not "
-                "take for a constant; pass a function, or compile without fullgraph=True"
-            )
-        if type(fn) is functools.partial:
-            for arg in (*fn.args, *fn.keywords.values()):
-                if getattr(getattr(type(arg), "__dataclass_params__", None), "frozen", False):
-                    raise ModError(
-                        f"the {kind} is a partial over {type(arg).__name__}, a frozen dataclass, "
-                        "which torch.compile does not take; let the function read it from a "
-                        "global or a closure, or compile without fullgraph=True"
-                    )
-        if not isinstance(fn, types.FunctionType):
-            continue
-        try:
-            fn.__closure__  # noqa: B018
-        except AttributeError:
-            if fn.__code__.co_freevars:
-                raise ModError(
-                    f"the {kind} is a closure created inside the compiled function; create it "
-                    "outside and pass it in, or write functools.partial(function, tensor=tensor) "
-                    "with a function of the module, or combine values such as headway.bias(tensor)"
-                ) from None
 
 
 def check_sizes(mod: Any, b: int, h: int, q_len: int | None, kv_len: int | None) -> None:

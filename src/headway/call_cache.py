@@ -24,7 +24,8 @@ from .caches import LRUCache
 from .mods.base import Mod
 from .mods.library.constants import to_device_cached
 from .mods.lowering import Lowered, Parts, parts_of
-from .mods.tracing.capture import FunctionReads, aliasing_pattern, collect_reads
+from .mods.tracing.capture import collect_reads
+from .mods.tracing.reads import FunctionReads, aliasing_pattern
 from .surroundings import transforms
 from .types import KV, WHOLE, Captured, Request, Spec
 

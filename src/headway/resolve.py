@@ -6,6 +6,7 @@ Each step calls the layers below it, and none calls back. A call whose signature
 cache ends after the second step.
 """
 
+import operator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from .arguments import (
     check_dtype,
     check_function,
     check_global,
-    check_made_outside,
     check_offset,
     check_sink,
     check_tensors,
@@ -38,8 +38,8 @@ from .backends import choose, needs_self_test
 from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask
 from .distributed.context import Layouts
-from .errors import HeadwayError, ModError
-from .mods import captured_under_compile, causal, lower, lower_guarded, take_apart
+from .errors import HeadwayError
+from .mods import causal, lower, lower_under_compile, take_apart
 from .mods.base import Mod
 from .mods.graph import parse
 from .mods.library.constants import to_device_cached
@@ -225,11 +225,10 @@ def _lower(
         mod.check_sizes(*sizes)  # type: ignore[arg-type]
     dtype = "f64" if double else "f32"
     if is_compiling():
-        check_made_outside(kind, functions)
-        lowered = lower_guarded(kind, structure, dtype, *functions)
-        if isinstance(lowered, str):
-            raise ModError(lowered)
-        captured = captured_under_compile(functions, captured, lowered)
+        factors = [request.q, request.k]
+        lowered, captured = lower_under_compile(
+            kind, structure, dtype, functions, captured, factors
+        )
     else:
         lowered, function_tensors = lower(kind, structure, dtype, *functions)
         captured = captured._replace(tensors=captured.tensors + function_tensors)
@@ -271,7 +270,9 @@ def _spec_inputs(
         capability = capability._replace(trained=True, learned=learned)
     if request.moves:
         capability = capability._replace(moves=True)
-    tiles = (*mask.shape[:2], *mask.tile) if isinstance(mask, BlockMask) else None
+    tiles = None
+    if isinstance(mask, BlockMask):  # (`dynamic=True` makes symbols of numbers)
+        tiles = tuple([operator.index(n) for n in (*mask.shape[:2], *mask.tile)])
     return capability, (
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,
         request.dropout, request.sink is not None, request.max_logit, request.row_max,

@@ -15,7 +15,7 @@ from .backends.base import Call
 from .blocks import BlockMask
 from .distributed.context import Layouts, tell_ranks
 from .distributed.context import attention as attention_over_ranks
-from .errors import ArgumentError, BackendRefused, CapturedIndexError
+from .errors import ArgumentError, BackendRefused, CapturedIndexError, HeadwayError
 from .mods import causal, describe
 from .mods.tracing.locations import find_line, quote
 from .resolve import cast, resolve
@@ -32,6 +32,7 @@ from .types import (
     acc_dtype,
     in_dtype,
     inlined_or_eager,
+    refuse_under_compile,
 )
 
 _Result = TypeVar("_Result", Tensor, Forward, Dual)
@@ -81,7 +82,10 @@ def run_cpu_native(
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
-    check_tensors(q, k, v)
+    try:
+        check_tensors(q, k, v)
+    except ArgumentError:
+        return None
     if q.dtype not in DTYPES:
         return None
     return autograd.cpu_native(
@@ -115,6 +119,8 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
             return compute(request, spec, call)
         return shards.as_dtensors(compute(request, spec, shards.local_call(call)))
     except Exception as error:
+        if is_compiling() and isinstance(error, HeadwayError):
+            refuse_under_compile(type(error), error.args[0])
         if type(request.keys) is Layouts and not is_compiling():
             tell_ranks(request.keys, error)
         if isinstance(error, CapturedIndexError):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch._C._dynamo.eval_frame import (  # C: loads no compiler
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+
+from .errors import HeadwayError
 
 # The name that this package goes by, and that of its operators (`headway::forward`). A copy under
 # another name (a kernel of the Hugging Face Hub, say) registers its own: two may be loaded at once.
@@ -158,6 +160,22 @@ def constant_under_compile(fn: Callable) -> None:
     compiler.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_under_compile(error: type[HeadwayError], message: str) -> NoReturn:
+    """Raise an error where `torch.compile` takes it for one of its own: a graph break, or with
+    fullgraph=True the error that the user sees. To be called by constants of a compiled program."""
+    raise _compiled_error(error)(message)
+
+
+constant_under_compile(refuse_under_compile)
+
+
+@lru_cache
+def _compiled_error(error: type[HeadwayError]) -> type[HeadwayError]:
+    from torch._dynamo.exc import Unsupported
+
+    return type(error.__name__, (Unsupported, error), {"__module__": error.__module__})
 
 
 def inlined_or_eager(fn: _Fn) -> _Fn:

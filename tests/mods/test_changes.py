@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import headway as hw
 from headway.errors import ModError
 from headway.mods import lowering, retraced
-from headway.mods.lowering import GUARDS_CLASSES
+from headway.mods.compiled import GUARDS_CLASSES
 
 L = 12
 _draw = torch.Generator().manual_seed(0)
@@ -670,11 +670,25 @@ _BODIES = {
         "@dataclasses.dataclass(frozen=True)\nclass C:\n    w: int = 3\n"
         "m = functools.partial(lambda c, b, h, i, j: (i - j).abs() < c.w, C())", "",
         "m = functools.partial(m.func, C(8))"),
+    "a hook of all modules": (
+        "M = sys.modules['torch.nn.modules.module']\nact = nn.Identity()", "act(3)",
+        "handle = M.register_module_forward_hook(lambda m, args, out: 8)"),
+    "a hook": ("act = nn.Identity()", "act(3)", "act.register_forward_hook(lambda m, args, out: 8)"),
+    "a builtin that is hidden": ("", "max(3, 1)", "max = lambda *x: 8"),
+    "the order of an OrderedDict": ("from collections import OrderedDict\nx = OrderedDict(a=3, b=8)",
+                                    "next(iter(x.values()))", "x.move_to_end('a')"),
+    "a name that is defined later": (
+        "def f():\n    try:\n        return later\n    except NameError:\n        return 3",
+        "f()", "later = 8"),
+    "a class that can be called later": ("class C:\n    pass\nx = C()", "(8 if callable(x) else 3)",
+                                         "C.__call__ = lambda self: 3"),
 }  # fmt: skip
 # Each compiled program takes a second.
 _COMPILED = (
     "an attribute over the class's", "the order of a dict", "a NumPy number", "a forward",
     "a grown ModuleDict", "a range", "a dict by functions", "a partial over a frozen dataclass",
+    "a hook of all modules", "a hook", "a builtin that is hidden", "the order of an OrderedDict",
+    "a name that is defined later", "a class that can be called later",
 )  # fmt: skip
 
 
@@ -684,7 +698,7 @@ def _changed_body(name: str, attention: Callable, monkeypatch: pytest.MonkeyPatc
     module = types.ModuleType(f"changed_{name.replace(' ', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.__dict__.update(
-        enum=enum, functools=functools, types=types, np=np, nn=nn, dataclasses=dataclasses
+        enum=enum, functools=functools, types=types, np=np, nn=nn, dataclasses=dataclasses, sys=sys
     )
     exec(setup, module.__dict__)
     if read:
@@ -692,8 +706,12 @@ def _changed_body(name: str, attention: Callable, monkeypatch: pytest.MonkeyPatc
     check(module.m, "mask", attention)
     before = call(module.m, "mask", attention)
     exec(change, module.__dict__)
-    check(module.m, "mask", attention)
-    assert not torch.equal(before, call(module.m, "mask", attention))
+    try:
+        check(module.m, "mask", attention)
+        assert not torch.equal(before, call(module.m, "mask", attention))
+    finally:
+        if "handle" in module.__dict__:
+            module.__dict__["handle"].remove()
 
 
 @pytest.mark.parametrize("name", _BODIES)

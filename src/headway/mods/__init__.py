@@ -3,6 +3,7 @@
 from ..types import Captured as Captured
 from .base import Mask as Mask
 from .base import Score as Score
+from .compiled import lower_under_compile as lower_under_compile
 from .library.masks import block_causal as block_causal
 from .library.masks import block_table as block_table
 from .library.masks import causal as causal
@@ -26,10 +27,8 @@ from .library.scores import relative_bias as relative_bias
 from .library.scores import softcap as softcap
 from .library.scores import t5_bias as t5_bias
 from .library.scores import window_bias as window_bias
-from .lowering import captured_under_compile as captured_under_compile
 from .lowering import describe as describe
 from .lowering import lower as lower
-from .lowering import lower_guarded as lower_guarded
 from .lowering import lower_mod as lower_mod
 from .lowering import many_reads as many_reads
 from .lowering import retraced as retraced

@@ -23,6 +23,7 @@ class CodeNames(NamedTuple):
     - `globals`: names of globals, each with its first location.
     - `attributes`: names of attributes.
     - `opaque_read`: the first instruction that cannot be followed, with its location.
+    - `handler`: the first handler of exceptions, whose code may depend on what is missing.
     - `location`: the first line of the code.
 
     Compared by identity: equal code objects share one object.
@@ -32,6 +33,7 @@ class CodeNames(NamedTuple):
     globals: tuple[tuple[str, Location], ...]
     attributes: tuple[str, ...]
     opaque_read: tuple[str, Location] | None
+    handler: tuple[str, Location] | None
     location: Location
 
     __hash__ = object.__hash__
@@ -58,12 +60,15 @@ def _scan(code: types.CodeType) -> CodeNames:
     codes = list(_nested(code))
     names: dict[str, dict[str, Location]] = {"global": {}, "attr": {}}
     opaque_read: tuple[str, Location] | None = None
+    handler: tuple[str, Location] | None = None
     for nested in codes:
         line = nested.co_firstlineno
+        handlers = 0
         for op in dis.get_instructions(nested):
             line = op.starts_line if type(op.starts_line) is int else line
             line = getattr(op, "line_number", None) or line
             location = nested.co_filename, line
+            handlers += (op.opname == "PUSH_EXC_INFO") - (op.opname == "WITH_EXCEPT_START")
             access = _ACCESS.get(op.opname)
             if access in names:
                 names[access].setdefault(op.argval, location)
@@ -76,9 +81,20 @@ def _scan(code: types.CodeType) -> CodeNames:
                 names["attr"].update({"__enter__": location, "__exit__": location})
             elif op.opname in _OPAQUE_OPCODES:
                 opaque_read = opaque_read or (f"has the instruction {op.opname}", location)
+        if handlers:
+            location = nested.co_filename, nested.co_firstlineno
+            handler = handler or (
+                "handles exceptions, and what is missing is not guarded",
+                location,
+            )
     location = code.co_filename, code.co_firstlineno
     return CodeNames(
-        tuple(codes), tuple(names["global"].items()), tuple(names["attr"]), opaque_read, location
+        tuple(codes),
+        tuple(names["global"].items()),
+        tuple(names["attr"]),
+        opaque_read,
+        handler,
+        location,
     )
 
 

@@ -21,8 +21,8 @@ import abc
 import enum
 import functools
 import types
-from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ from ...errors import ArgumentError
 from ..base import Mod
 from .bytecode import names_in_code
 from .call_recorder import has_backward_hooks
-from .guards import Guard, Path, Step
+from .guards import Path, Step
 from .locations import Location, quote
 from .purity import (
+    BUILTIN_TYPES,
     BY_TEXT,
     BY_VALUE,
     CONTAINERS,
@@ -50,35 +51,13 @@ from .purity import (
     is_pure_function,
     key_by_value,
 )
+from .reads import DeferredLookup, FunctionReads
 
 _MAX_OBJECTS = 2000  # one that can read more, or with 4 guards for each, is traced at every call
 
 _METACLASSES = {type, abc.ABCMeta, enum.EnumMeta}
-_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 # The descriptor of a named tuple's field. Its value is an item of the tuple, followed as such.
 _NAMED_TUPLE_FIELD = type(namedtuple("_", "field").__dict__["field"])
-
-
-class FunctionReads:
-    """All that a function can read.
-
-    - `tensors`: the captured tensors, each once, with their paths.
-    - `key`: everything else, and which objects are the same one; equal keys mean equal reads.
-    - `codes`: the code objects that were followed; a trace that runs others is not reused.
-    - `modules`: the ids of modules that were followed to all that they have.
-    - `guards`: the checks that `torch.compile` makes in every call; empty unless asked for.
-    - `opaque_read`: the first read that cannot be followed, with its location; None if all can.
-    """
-
-    __slots__ = ("codes", "guards", "key", "modules", "opaque_read", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[Path, Tensor]] = []
-        self.key: list[Any] = []
-        self.codes: set[types.CodeType] = set()
-        self.modules: set[int] = set()
-        self.guards: list[Guard] = []
-        self.opaque_read: str | None = None
 
 
 def collect_reads(fn: Callable, guarding: bool = False) -> FunctionReads:
@@ -87,31 +66,6 @@ def collect_reads(fn: Callable, guarding: bool = False) -> FunctionReads:
     walker.follow(fn, (), ())
     walker.finish()
     return walker.reads
-
-
-def aliasing_pattern(reads: Sequence[FunctionReads]) -> tuple[int, ...]:
-    """Return which captured tensors of several functions are one and the same.
-
-    A trace of several functions has one input for a tensor that two of them capture. It can only
-    be reused for functions that share tensors in the same way, so its key holds this pattern.
-    """
-    if len(reads) == 1:
-        return ()
-    ids = [id(tensor) for function_reads in reads for _, tensor in function_reads.tensors]
-    return tuple([ids.index(n) for n in ids])
-
-
-class _DeferredLookup:
-    """An object whose attributes are looked up once their names are known.
-
-    `names_done` counts the attribute names that were looked up already.
-    """
-
-    __slots__ = ("ancestors", "names_done", "number", "object", "path")
-
-    def __init__(self, value: Any, path: Path, ancestors: tuple, number: int) -> None:
-        self.object, self.path, self.ancestors, self.number = value, path, ancestors, number
-        self.names_done = 0
 
 
 class _ReadWalker:
@@ -131,7 +85,7 @@ class _ReadWalker:
         # The number of every object, and the object: an id is valid while its object lives.
         self.numbers: dict[int, tuple[int, Any]] = {}
         self.attribute_names: dict[str, None] = {}  # in the order of their discovery
-        self.deferred: list[_DeferredLookup] = []
+        self.deferred: list[DeferredLookup] = []
 
     def finish(self) -> None:
         """Look up every attribute name in every deferred object, until neither grows."""
@@ -207,7 +161,7 @@ class _ReadWalker:
         )
         if self.guarding:
             self.guard(path, "exists")
-        if kind not in _TENSORS:
+        if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
             self.mark_opaque(f"reads {self.label}, a {kind.__name__}, which may be anything")
         elif tensor.__dict__:
             self.defer_attributes(tensor, path, ancestors)
@@ -232,7 +186,9 @@ class _ReadWalker:
             elif not is_constant_class(value):
                 if kind not in _METACLASSES and has_dynamic_attributes(kind):
                     self.mark_opaque(f"reads {self.label}, whose metaclass has a __getattr__")
-                self.defer_attributes(value, path, ancestors)
+                lookup = self.defer_attributes(value, path, ancestors)
+                if issubclass(value, torch.autograd.Function):
+                    self.follow_autograd_function(lookup)
                 if issubclass(kind, enum.EnumMeta):
                     self.follow_members(value, path, ancestors)
         elif kind is types.MethodType:
@@ -255,7 +211,7 @@ class _ReadWalker:
             key.append(kind)
             for name in ("start", "stop", "step"):
                 self.follow(getattr(value, name), (*path, ("attr", name)), ancestors)
-        elif kind in _BUILTIN_TYPES:
+        elif kind in BUILTIN_TYPES:
             self.follow_builtin(value, kind, path, ancestors)
         elif issubclass(kind, Mod) and kind.of_library:
             key.append(kind)
@@ -286,6 +242,8 @@ class _ReadWalker:
 
     def follow_container(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         key = self.reads.key
+        if kind is OrderedDict:
+            self.mark_unguarded("an OrderedDict")
         if not isinstance(value, set | frozenset | dict):
             key.append((kind, len(value)))
             self.guard(path, "size", len(value))
@@ -316,6 +274,12 @@ class _ReadWalker:
         for key, item in zip(keys, items, strict=True):
             self.follow(item, (*path, (step, key)), ancestors)
 
+    def follow_autograd_function(self, lookup: DeferredLookup) -> None:
+        """Follow what `apply` runs."""
+        self.mark_unguarded("an autograd Function")
+        for name in ("forward", "setup_context", "backward", "vjp"):
+            self.lookup_attribute(lookup, name)
+
     def follow_members(self, value: enum.EnumMeta, path: Path, ancestors: tuple) -> None:
         """Follow all members of an enum, which its own code reaches in many ways."""
         for member in (*value._member_map_.values(), *value._value2member_map_.values()):
@@ -333,6 +297,8 @@ class _ReadWalker:
             value._forward_hooks or value._forward_pre_hooks or has_backward_hooks(value)
         ):
             self.mark_opaque(f"reads {self.label}, a module with hooks")
+        if is_module:
+            self.guard(path, "hooks")
         if is_module and is_constant_class(kind):  # one of torch's own
             self.follow_torch_module(value, path, ancestors)
             return
@@ -362,9 +328,9 @@ class _ReadWalker:
             self.reads.key += tensors
             for name, item in tensors.items():
                 self.follow(item, (*path, ("attr", name)), ancestors)
-        step = "item" if isinstance(value, _MODULE_CONTAINERS) else "attr"
         self.guard(path, "modules", list(value._modules))
         by_number = isinstance(value, torch.nn.ModuleList | torch.nn.Sequential)
+        step = "item" if by_number or isinstance(value, torch.nn.ModuleDict) else "attr"
         for name, item in value._modules.items():
             self.reads.key.append(name)
             self.follow(item, (*path, (step, int(name) if by_number else name)), ancestors)
@@ -405,8 +371,9 @@ class _ReadWalker:
             self.guard(path, "touch_code")
         self.reads.codes.update(names.codes)
         self.location = names.location
-        if names.opaque_read is not None:
-            self.mark_opaque(*names.opaque_read)
+        opaque_read = names.opaque_read or (names.handler if self.guarding else None)
+        if opaque_read is not None:
+            self.mark_opaque(*opaque_read)
         if names.attributes:
             self.attribute_names.update(dict.fromkeys(names.attributes))
         cell_names = fn.__code__.co_freevars
@@ -435,6 +402,9 @@ class _ReadWalker:
                 continue
             builtin = fn.__builtins__.get(name)  # None: reading it raises NameError
             key.append(("builtin", builtin))
+            self.guard(path, "builtin", name)
+            if builtin is callable or type(builtin) in BY_VALUE:
+                self.mark_unguarded("a builtin")
             if not (
                 type(builtin) in BY_VALUE or isinstance(builtin, type) or is_pure_builtin(builtin)
             ):
@@ -442,13 +412,13 @@ class _ReadWalker:
         if fn.__dict__:
             self.defer_attributes(fn, path, ancestors)
 
-    def defer_attributes(self, value: Any, path: Path, ancestors: tuple) -> _DeferredLookup:
+    def defer_attributes(self, value: Any, path: Path, ancestors: tuple) -> DeferredLookup:
         """Have `finish` look up attributes of an object: code yet to be followed may name more."""
-        lookup = _DeferredLookup(value, path, ancestors, len(self.deferred))
+        lookup = DeferredLookup(value, path, ancestors, len(self.deferred))
         self.deferred.append(lookup)
         return lookup
 
-    def lookup_attribute(self, lookup: _DeferredLookup, name: str) -> None:
+    def lookup_attribute(self, lookup: DeferredLookup, name: str) -> None:
         """Follow an attribute in the object itself and in every class of it."""
         value = lookup.object
         self.label = name
@@ -478,7 +448,7 @@ class _ReadWalker:
                 self.lookup_in_classes(lookup, name, metaclass.__mro__, "type", steps)
 
     def lookup_in_classes(
-        self, lookup: _DeferredLookup, name: str, mro: Any, step: str, steps: tuple[Step, ...]
+        self, lookup: DeferredLookup, name: str, mro: Any, step: str, steps: tuple[Step, ...]
     ) -> None:
         """Follow an attribute in classes, which `steps` lead to from the object."""
         for n, cls in enumerate(mro):
@@ -509,16 +479,11 @@ class _ReadWalker:
                 self.follow_attribute(lookup, name, n, descriptor, *class_steps)
 
     def follow_attribute(
-        self, lookup: _DeferredLookup, name: str, class_index: Any, value: Any, *steps: Step
+        self, lookup: DeferredLookup, name: str, class_index: Any, value: Any, *steps: Step
     ) -> None:
         """Follow an attribute's value; `class_index` is "" where it is the object's own."""
         self.reads.key.append((lookup.number, name, class_index))
         self.follow(value, (*lookup.path, *steps), lookup.ancestors)
 
 
-_BUILTIN_TYPES = {
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-    types.MethodWrapperType, types.ClassMethodDescriptorType,
-}  # fmt: skip
-_MODULE_CONTAINERS = torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential
 _MODULE_ATTRIBUTES = torch.nn.Module().__dict__

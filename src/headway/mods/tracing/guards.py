@@ -4,7 +4,10 @@ Each object that a function can read has a path from the function. Here a path i
 that Dynamo traces, so Dynamo guards every object on the way.
 """
 
+import builtins
 from typing import Any
+
+from torch.nn.modules import module as _modules
 
 # ("cell", n), ("default", n), ("kwdefault", name), ("global", name), ("attr", name), ("item", key);
 # ("nth", n): the n-th key of a dict or item of a set; ("value", n): the value of its n-th key;
@@ -15,6 +18,15 @@ Path = tuple[Step, ...]
 # Path to an object, how it is tested, the expected value. "exists", "touch_code" and
 # "touch_attribute" always hold: reading what they name is what makes Dynamo guard it.
 Guard = tuple[Path, str, Any]
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_GLOBAL_HOOKS = (
+    _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
+    _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
+)  # fmt: skip
 
 
 def resolve_path(fn: Any, path: Path) -> Any:
@@ -44,6 +56,11 @@ def resolve_path(fn: Any, path: Path) -> Any:
     return value
 
 
+def global_hooks() -> int:
+    """Return how many hooks of all modules are registered."""
+    return sum([len(registered) for registered in _GLOBAL_HOOKS])
+
+
 def guard_holds(fn: Any, guard: Guard) -> bool:
     """Return whether a function still reads what it read in the trace.
 
@@ -67,6 +84,13 @@ def guard_holds(fn: Any, guard: Guard) -> bool:
         return True
     if test == "touch_code":
         return current.__code__ is not None
+    if test == "builtin":
+        return expected not in current.__globals__ and (
+            expected not in vars(builtins) or vars(builtins)[expected] is not None
+        )
+    if test == "hooks":  # not by name, where Dynamo does not guard them
+        hooks = sum([len(current.__dict__[name]) for name in _HOOKS])
+        return not hooks and not global_hooks()
     if test == "shape":
         return tuple(current.shape) == expected
     return current is not None

@@ -21,13 +21,13 @@ def user_location(stop: CodeType) -> Location | None:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not stop:
         file = frame.f_code.co_filename
-        if not _is_internal_file(file):
+        if not is_internal_file(file):
             return file, frame.f_lineno
         frame = frame.f_back
     return None
 
 
-def _is_internal_file(file: str) -> bool:
+def is_internal_file(file: str) -> bool:
     """Return whether a file is torch's or this package's, but not one of masks or scores."""
     if file.startswith(PACKAGE):
         return os.path.basename(file) not in ("masks.py", "scores.py")
@@ -38,7 +38,7 @@ def location_in_traceback(error: BaseException) -> Location | None:
     """Return the innermost line of the user's that an exception went through."""
     traceback, location = error.__traceback__, None
     while traceback is not None:
-        if not _is_internal_file(traceback.tb_frame.f_code.co_filename):
+        if not is_internal_file(traceback.tb_frame.f_code.co_filename):
             location = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         traceback = traceback.tb_next
     return location

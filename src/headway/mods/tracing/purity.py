@@ -27,6 +27,10 @@ BY_TEXT = {float, complex, range, torch.finfo, torch.iinfo}
 CONTAINERS = {list, tuple, dict, set, frozenset, OrderedDict, torch.Size}
 _VALUE_TYPES = BY_VALUE | BY_TEXT | CONTAINERS
 _KNOWN_TYPES = _VALUE_TYPES | {types.FunctionType, types.MethodType, types.ModuleType}
+BUILTIN_TYPES = {
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    types.MethodWrapperType, types.ClassMethodDescriptorType,
+}  # fmt: skip
 # Modules whose functions are pure. (What else they have is followed, if a name leads to it.)
 _CONSTANT_MODULES = frozenset(
     "math cmath operator _operator builtins functools _functools itertools typing enum torch "

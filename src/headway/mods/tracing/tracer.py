@@ -67,6 +67,7 @@ class Tracer(TorchDispatchMode):
         self.needs_gradients = False  # an op of another library may have a derivative of its own
         self.location: Location | None = None  # the function's first line
         self.outer: CodeType | None = None  # the code that called the traced function
+        self.replayed: Location | None = None  # the line of a recorded call that is replayed
         self.builder = Builder()
         self.inputs: list[Input] = []
         self.captured: list[Tensor] = []
@@ -425,7 +426,7 @@ class Tracer(TorchDispatchMode):
 
     def _line(self) -> str:
         """Return the user's source line as text, which stays when the function moves."""
-        location = user_location(self.outer) if self.outer else None
+        location = self._running_line()
         return linecache.getline(*location).strip() if location else ""
 
     def refuse_decision(self) -> None:
@@ -441,8 +442,11 @@ class Tracer(TorchDispatchMode):
             "draw outside the function and capture the tensor",
         )
 
+    def _running_line(self) -> Location | None:
+        return self.replayed or (user_location(self.outer) if self.outer else None)
+
     def _place(self) -> Location | None:
-        return (self.outer and user_location(self.outer)) or self.location
+        return self._running_line() or self.location
 
     def refuse(self, problem: str, remedy: str, place: Location | None = None):
         place = place or self._place()

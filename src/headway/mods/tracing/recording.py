@@ -1,0 +1,296 @@
+"""Record a score or mask function while `torch.compile` traces the call of it.
+
+Dynamo runs the function on meta tensors, inside the compiled region, so it guards by itself what
+the function reads. A function mode, which Dynamo traces as well, writes down every call of PyTorch:
+the function, its arguments and its results. `Replay` makes these calls again, on the symbols of a
+trace. A tensor that no recorded call made is captured: it stays an input of Dynamo's graph, so
+gradients reach it. A symbolic number becomes a number of the run.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...errors import ModError
+from ...types import constant_under_compile, fixed, refuse_under_compile
+from ..graph import POSITIONS
+from .locations import Location, is_internal_file, quote
+from .reads import FunctionReads
+from .tracer import Tracer
+
+# A value of a recording, as constants: ("tensor", (number, dtype)), ("int", number),
+# ("float", number),
+# ("list", values), ("tuple", values), ("slice", values), or ("constant", value).
+Reference = tuple[str, Any]
+
+_CONSTANTS = (
+    bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+_SEQUENCES = list, tuple  # (Dynamo makes no unions of types)
+_NUMBERS = int, float
+_NUMPY = np.ndarray, np.generic
+_READS = "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "equal"
+
+
+class RecordedCall(NamedTuple):
+    """A call of PyTorch by a score or mask."""
+
+    function: Callable
+    args: Reference
+    kwargs: tuple[tuple[str, Reference], ...]
+    result: Reference
+    grad_enabled: bool
+    location: Location | None
+
+
+class Recording(NamedTuple):
+    """The calls that a function made.
+
+    - `captured`: number, dtype and shape of every captured tensor; a symbolic size is -1.
+    - `ints`, `floats`: the symbolic numbers that it reads, as constants; None if unknown.
+    """
+
+    calls: tuple[tuple, ...]
+    output: Reference
+    captured: tuple[tuple[int, torch.dtype, tuple[int, ...]], ...]
+    ints: tuple[int | None, ...]
+    floats: tuple[float | None, ...]
+
+
+class FunctionRecorder(TorchFunctionMode):
+    """A function mode that writes down the calls of PyTorch. Dynamo traces its code."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, factors: list[Tensor]) -> None:
+        super().__init__()
+        self.kind, self.dtype, self.device = kind, dtype, factors[0].device
+        self.factors = factors
+        self.numbers: dict[Tensor, int] = {}  # of every tensor; the symbols have the first
+        self.calls: list[tuple] = []
+        self.captured: list[Tensor] = []
+        self.ints: list[Any] = []  # symbols of Dynamo's
+        self.floats: list[Any] = []
+        self.grad_enabled = torch.is_grad_enabled()
+
+    def run(self, fn: Callable) -> Reference:
+        """Run the function on symbols; return the reference of its result."""
+        symbols = []
+        if self.kind == "score":
+            # Where it has a gradient, Dynamo puts autograd Functions in graphs of their own.
+            sums = [_on_meta(x).to(self.dtype).sum() for x in self.factors]
+            symbols.append(torch.stack(sums).sum())
+        symbols += [torch.empty((), dtype=torch.int64, device="meta") for _ in POSITIONS]
+        for symbol in symbols:
+            self.numbers[symbol] = len(self.numbers)
+        with self:
+            result = fn(*symbols)
+        return self.reference(result)
+
+    def recording(self, output: Reference, symbolic: bool) -> tuple:
+        """Return the fields of a `Recording`; Dynamo guards the numbers that are not symbolic."""
+        captured = [
+            (self.numbers[t], t.dtype, tuple([n if is_static(n) else -1 for n in t.shape]))
+            for t in self.captured
+        ]
+        return (
+            tuple(self.calls), output, tuple(captured),
+            tuple([None if symbolic else operator.index(n) for n in self.ints]),
+            tuple([None if symbolic else fixed(x) for x in self.floats]),
+        )  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the replayed function captures; an operator's list of floats
+        cannot hold symbols, so symbolic floats are tensors."""
+        one = functools.partial(torch.ones, (), dtype=self.dtype, device=self.device)
+        return self.captured + [one() * x for x in self.floats]  # (`full` would take a constant)
+
+    def __torch_function__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        kwargs = kwargs or {}
+        if name_of(func) in _READS:
+            refuse_read(self.kind, name_of(func))
+        if func is Tensor.__getitem__:
+            result = _indexed(args[0], args[1])
+        else:
+            result = func(*_on_meta(args), **{name: _on_meta(kwargs[name]) for name in kwargs})
+        if not _has_tensor(result):  # a shape, or a dtype
+            return result
+        references = self.reference(args)
+        named = [(name, self.reference(value)) for name, value in kwargs.items()]
+        # Inside a caller's no_grad there is no derivative that the function could cut.
+        grad_enabled = torch.is_grad_enabled() or not self.grad_enabled
+        self.calls.append(
+            (func, references, tuple(named), self.bind(result), grad_enabled, traced_line())
+        )
+        return result
+
+    def reference(self, value: Any) -> Reference:
+        """Return the reference of a value; a tensor that was not seen before is captured."""
+        if isinstance(value, _NUMPY):
+            refuse_value(self.kind, "NumPy's")
+        if isinstance(value, Tensor):
+            if value not in self.numbers:
+                if value.device.type == "meta":
+                    refuse_value(self.kind, "the result of an autograd Function, or of other code")
+                self.captured.append(value)
+            return self.bind(value)
+        if isinstance(value, _SEQUENCES):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return kind, tuple([self.reference(item) for item in value])
+        if isinstance(value, slice):
+            ends = value.start, value.stop, value.step
+            return "slice", tuple([self.reference(end) for end in ends])
+        if not isinstance(value, _CONSTANTS):
+            refuse_value(self.kind, type(value).__name__)
+        if isinstance(value, _NUMBERS) and not isinstance(value, bool) and not is_static(value):
+            is_float = isinstance(value, float)
+            numbers = self.floats if is_float else self.ints
+            numbers.append(value)
+            return "float" if is_float else "int", len(numbers) - 1
+        return "constant", value
+
+    def bind(self, value: Any) -> Reference:
+        """Return the reference of a result; the tensors in it get numbers."""
+        if isinstance(value, Tensor):
+            if value not in self.numbers:
+                self.numbers[value] = len(self.numbers)
+            return "tensor", (self.numbers[value], value.dtype)
+        if isinstance(value, _SEQUENCES):
+            return "tuple", tuple([self.bind(item) for item in value])
+        return "constant", None
+
+
+def is_static(number: Any) -> bool:
+    """Return whether Dynamo takes a number for a constant."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(number)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, _SEQUENCES):
+        return any(_has_tensor(item) for item in value)
+    return isinstance(value, Tensor)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.device.type == "meta" else value.to("meta")
+    if isinstance(value, _SEQUENCES):
+        return type(value)([_on_meta(item) for item in value])
+    # A symbol would be compiled as a constant where an op takes no tensor in its place.
+    return value if type(value) is not float or is_static(value) else 1.0
+
+
+def _indexed(table: Tensor, index: Any) -> Tensor:
+    """Return `table[index]` on the meta device; PyTorch would read an index of one number."""
+    items = []
+    for item in _on_meta(index if isinstance(index, tuple) else (index,)):
+        is_number = isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool
+        items.append(0 if is_number else item)
+    return _on_meta(table)[tuple(items)]
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function of PyTorch."""
+    return getattr(func, "__name__", "")
+
+
+def traced_line() -> Location | None:
+    """Return the line of the user's that Dynamo is tracing."""
+    for frame in reversed(torch._guards.TracingContext.extract_stack()):
+        if not is_internal_file(frame.filename):
+            return frame.filename, frame.lineno or 0
+    return None
+
+
+def refuse_read(kind: str, name: str) -> None:
+    """Refuse a function that reads the value of a tensor."""
+    refuse_under_compile(
+        ModError,
+        f"the {kind} function reads the value of a tensor ({name}), which torch.compile cannot do; "
+        "use torch.where(condition, a, b), and & | ~ in place of and, or, not, index captured "
+        f"tensors, or compile without fullgraph=True{quote(traced_line())}",
+    )
+
+
+def refuse_value(kind: str, what: str) -> None:
+    """Refuse a function that computes with a value that is no constant, number or tensor."""
+    refuse_under_compile(
+        ModError,
+        f"the {kind} function uses a value that is {what}, which cannot be followed under "
+        "torch.compile; use numbers, tensors and functions of torch, or compile without "
+        f"fullgraph=True{quote(traced_line())}",
+    )
+
+
+for _function in (name_of, traced_line, refuse_read, refuse_value):
+    constant_under_compile(_function)
+
+
+class Replay:
+    """A function that makes the calls of a recording, on tensors like the captured ones."""
+
+    def __init__(self, name: str, dtype: torch.dtype, recording: Recording) -> None:
+        self.__qualname__ = name
+        self.recording = recording
+        self.reads = FunctionReads()
+        self.reads.tensors = [
+            ((), torch.empty([max(n, 1) for n in shape], dtype=dtype, device="cpu"))
+            for _, dtype, shape in recording.captured
+        ]
+        self.ints: list[Any] = list(recording.ints)
+        self.floats: list[Any] = list(recording.floats)
+        if None in self.floats:
+            self.floats = [torch.empty((), dtype=dtype, device="cpu") for _ in self.floats]
+            self.reads.tensors += [((), number) for number in self.floats]
+        self.tracer: Tracer | None = None
+
+    def start(self, tracer: Tracer) -> None:
+        """Add the symbolic integers to the inputs of a trace."""
+        self.tracer = tracer
+        count = sum(i.name.startswith("n") for i in tracer.inputs)
+        for n, number in enumerate(self.recording.ints):
+            if number is None:
+                self.ints[n] = tracer.add_input(f"n{count + n}", "i64")
+
+    def __call__(self, *symbols: Tensor) -> Any:
+        values: dict[int, Any] = dict(enumerate(symbols))
+        for (number, _, _), (_, t) in zip(
+            self.recording.captured, self.reads.tensors, strict=False
+        ):
+            values[number] = t
+        for fields in self.recording.calls:
+            call = RecordedCall(*fields)
+            if self.tracer is not None:
+                self.tracer.replayed = call.location
+            kwargs = {name: self._read(value, values) for name, value in call.kwargs}
+            with torch.set_grad_enabled(call.grad_enabled and torch.is_grad_enabled()):
+                result = call.function(*self._read(call.args, values), **kwargs)
+                self._bind(call.result, result, values)
+        return self._read(self.recording.output, values)
+
+    def _read(self, reference: Reference, values: dict[int, Any]) -> Any:
+        kind, content = reference
+        if kind == "tensor":
+            return values[content[0]]
+        if kind in ("int", "float"):
+            return (self.ints if kind == "int" else self.floats)[content]
+        if kind == "constant":
+            return content
+        items = [self._read(item, values) for item in content]
+        return slice(*items) if kind == "slice" else items if kind == "list" else tuple(items)
+
+    def _bind(self, reference: Reference, result: Any, values: dict[int, Any]) -> None:
+        kind, content = reference
+        if kind == "tensor":
+            number, dtype = content  # a number that became a tensor may have widened the result
+            values[number] = result if result.dtype == dtype else result.to(dtype)
+        elif kind == "tuple":
+            for item, part in zip(content, result, strict=True):
+                self._bind(item, part, values)
