@@ -95,7 +95,7 @@ def test_everything_imports_without_what_only_unix_has():
 def test_import_costs_little_beyond_torch():
     """A tenth of what `import torch` does, and a tenth of a second."""
     tries = []
-    while len(tries) < 5 and min(tries, default=(1.0,))[0] > 0.1:  # a busy machine gets five tries
+    while len(tries) < 12 and min(tries, default=(1.0,))[0] > 0.1:  # a busy machine gets twelve
         share, seconds = map(float, run_fresh(IMPORT_TIME).split())
         tries.append((max(share, seconds), share, seconds))
     assert min(tries)[0] <= 0.1, f"(worst, share of import torch, seconds) in each try: {tries}"

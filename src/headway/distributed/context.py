@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from ..autograd import Pair, run_operators
 from ..backends.base import Call
 from ..errors import ArgumentError
-from ..operators import flat, grads_like, library, results_like
+from ..operators import flat, grads_like, library, register_fake, results_like
 from ..surroundings import transforms
 from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec
 from .layout import Layout
@@ -171,8 +171,8 @@ library.impl("cp_forward", _forward, "CompositeExplicitAutograd")
 library.impl("cp_backward", _backward, "CompositeExplicitAutograd")
 for _name in ("cp_forward", "cp_backward"):  # autograd is above them
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake(f"{NAMESPACE}::cp_forward", _forward_fake, lib=library)
-torch.library.register_fake(f"{NAMESPACE}::cp_backward", _backward_fake, lib=library)
+register_fake("cp_forward", _forward_fake)
+register_fake("cp_backward", _backward_fake)
 _ours = getattr(torch.ops, NAMESPACE)
 forward_op, backward_op = _ours.cp_forward, _ours.cp_backward
 _OVER_RANKS = Pair(forward_op, backward_op, _forward, _backward)
