@@ -304,6 +304,11 @@ def test_qv_is_a_second_product(packed):
     tensors = q.given[0], *k.given, qv
     assert flash4.flash_attn_func(*tensors, return_lse=True)[1].shape == (3, 7, HQ)
     assert flash4.flash_attn_func(*tensors[:3])[1].shape == (3, HQ, 7)
+    alone, lse = flash4.flash_attn_func(None, None, k.given[1], qv, return_lse=True)
+    torch.testing.assert_close(
+        alone, flash.flash_attn_func(qv, k.given[1], k.given[1]), **TOLERANCE
+    )
+    assert lse.shape == (3, 7, HQ)
     with torch.no_grad():
         assert flash4.flash_attn_func(*tensors)[1] is None
 

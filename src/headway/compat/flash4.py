@@ -80,7 +80,7 @@ def flash_attn_func(
     **Arguments:** those of `headway.compat.flash.flash_attn_func` of the same name, and
 
     - `qv`: `(b, q_len, hq, dv)`; adds `qv · v` to the products of q and k. `softmax_scale` is then
-      `1 / sqrt(d + dv)` if None. k and v are copied side by side.
+      `1 / sqrt(d + dv)` if None. k and v are copied side by side. q and k may be None.
     - `window_size`: None is no limit; a negative number is a limit beyond the diagonal. A window
       without any key in it counts as none, as in the original.
     - `score_mod`: `(score, b, h, q_idx, kv_idx) -> score`; not with `softcap`.
@@ -98,6 +98,7 @@ def flash_attn_func(
     **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for what only the
     original's kernels have.
     """
+    q, k, qv, heads_last = _of_latent(q, k, v, qv)
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, _DENSE)
     check_tuning(FLASH_4, num_splits, pack_gqa)
@@ -113,7 +114,6 @@ def flash_attn_func(
         options = _with_blocks(options, block_sparse_tensors, q, k)
     elif block_sparse_tensors_bwd is not None:
         raise CallError("block_sparse_tensors_bwd goes with block_sparse_tensors")
-    heads_last = qv is not None or _is_shared(k, v)
     options = _with_lse(options, q, k, v, qv)
     out, lse, _ = attend(*joined(q, k, v, tensor_or_none("qv", qv, FLASH_4)), options)
     return out, lse.mT if lse is not None and heads_last else lse
@@ -168,6 +168,7 @@ def flash_attn_varlen_func(
     **Returns:** `(out, lse)`: out of q's layout; lse `(hq, total_q)`, or `(sequences, hq, q_len)`
     where q is padded, as in `flash_attn_func`. Queries that are not there get 0.
     """
+    q, k, qv, heads_last = _of_latent(q, k, v, qv)
     axes = (_PACKED, _DENSE) if page_table is None else ("(pages, page, heads, width)",)
     check_axes("q", q, _PACKED, _DENSE)
     for name, x in (("k", k), ("v", v)):
@@ -184,7 +185,6 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, learnable_sink, softcap, deterministic, score_mod,
         mask_mod, return_lse,
     )  # fmt: skip
-    heads_last = qv is not None or _is_shared(k, v)
     options = _with_lse(options, q, k, v, qv)
     q, k, v = joined(q, k, v, tensor_or_none("qv", qv, FLASH_4))
     q_side = side_of("q", q, cu_seqlens_q, seqused_q, max_seqlen_q)
@@ -258,9 +258,13 @@ def _options(
     return options
 
 
-def _is_shared(k: Tensor, v: Tensor) -> bool:
-    """Return whether the original takes k and v for a latent cache, whose lse has heads last."""
-    return k is v and v.shape[-1] == _LATENT_WIDTH
+def _of_latent(q: Any, k: Any, v: Any, qv: Any) -> tuple[Any, Any, Any, bool]:
+    """Return q, k and qv, where q and k are None those of the latent cache v alone, and whether lse
+    has heads last: the original has it so over a latent cache."""
+    if q is None and k is None and qv is not None:
+        return qv, v, None, True
+    shared = k is v and isinstance(v, Tensor) and v.shape[-1] == _LATENT_WIDTH
+    return q, k, qv, qv is not None or shared
 
 
 _LATENT_WIDTH = 512
