@@ -252,3 +252,17 @@ def test_an_autograd_function_keeps_its_derivative(fn):
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_block_masks_whose_sizes_change(dynamic):
+    """The last batch of an epoch is smaller, too."""
+    compiled = torch.compile(hw.attention, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch, length in ((4, 160), (4, 200), (3, 200)):
+        x = torch.randn(batch, H, length, D, generator=_draw)
+        ids = torch.randint(0, 3, (batch, length), generator=_draw).sort(-1).values
+        mask = hw.block_mask(hw.causal() & hw.document(ids), batch, 1, length, length)
+        right = _dense(x, lambda s, *at: s, mask.mask)
+        torch.testing.assert_close(
+            compiled(x, x, x, mask=mask).double(), right, rtol=1e-4, atol=1e-4
+        )
