@@ -196,6 +196,8 @@ def test_block_mask_adjusts_and_slices(masks):
         same_lists(part, reference)
         with pytest.raises(RuntimeError, match="sliced BlockMask"):
             flex.flex_attention(whole_q, whole_kv, whole_kv, block_mask=part)
+        with pytest.raises(RuntimeError, match="sliced BlockMask"):  # whatever the lengths
+            flex.flex_attention(whole_q[:, :, :5], whole_kv, whole_kv, block_mask=part)
 
 
 def test_a_sliced_mask_with_its_own_mask_is_a_decode_step(masks):

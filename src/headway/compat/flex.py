@@ -33,7 +33,7 @@ from .errors import (
 )
 from .flex_lists import block_pair, length_of
 from .flex_mask import BlockMask as BlockMask
-from .flex_mask import as_tiles, is_block_mask
+from .flex_mask import as_tiles, is_block_mask, refuse_sliced
 from .flex_mask import noop_mask as noop_mask
 
 __all__ = [
@@ -309,6 +309,8 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool) 
         )
     if block_mask is None:
         return
+    if hasattr(block_mask, "mask_mod"):
+        refuse_sliced(block_mask)  # before its lengths, which are those of the whole
     lengths = (query.shape[2], key.shape[2])
     if tuple(block_mask.shape[-2:]) != lengths and not _holds_everywhere(block_mask):
         raise CallError(

@@ -482,15 +482,21 @@ for _name in WRITE_ORDERS:
     setattr(BlockMask, _name, property(lambda _: None, lambda _, order: refuse_write_order(order)))
 
 
+def refuse_sliced(mask: Any) -> None:
+    """Raise for a part of a block mask, ours or PyTorch's, that was given no mask."""
+    if mask.mask_mod is sliced_mask or (
+        not isinstance(mask, BlockMask)
+        and getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
+    ):
+        sliced_mask()
+
+
 def as_tiles(mask: Any) -> TileMask | Mask:
     """Return the mask that `headway.attention` takes for a `BlockMask`, ours or PyTorch's."""
     if isinstance(mask, TileMask):
         return mask
     ours = isinstance(mask, BlockMask)
-    if mask.mask_mod is sliced_mask or (
-        not ours and getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
-    ):
-        sliced_mask()
+    refuse_sliced(mask)
     if ours and not mask._shared_lists:  # no one else can write to its blocks
         return mask.tiles
     lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in KV_LISTS]
