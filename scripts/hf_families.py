@@ -8,6 +8,7 @@ Headway does not run, "sdpa" is tried. A family runs in a process of its own wit
 """
 
 import argparse
+import contextlib
 import copy
 import inspect
 import json
@@ -244,6 +245,11 @@ def compare(family: str, quick: bool = False) -> dict[str, Any]:
         way = "a warning names it" if warned else "nothing is said"
         return {"result": "own attention", "why": way}
     wrong = [name for name, gap in gaps.items() if not gap <= TOLERANCE]
+    if wrong and not quick:  # rounding, if float64 agrees
+        with contextlib.suppress(Exception):  # some models compute in float32 alone
+            double = copy.deepcopy(model).double()
+            exact = differences(run(double, "eager"), run(double, "headway"))
+            wrong = [] if all(gap <= 1e-9 for gap in exact.values()) else wrong
     if not wrong:
         return {"result": "same", "differences": gaps}
     why = ", ".join(f"{name} {gaps[name]:.1e}" for name in wrong)
@@ -307,13 +313,13 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         f"`headway`: transformers {hf.__version__}, PyTorch {torch.__version__}, float32 on the CPU.",
         "Compared are the forward, every gradient, rows padded on the left and on the right, and",
         f"generation after padding. Equal: the largest difference is at most {TOLERANCE} of the",
-        "largest number, and all tokens are equal.", "",
+        "largest number (or 1e-9 in float64), and all tokens are equal.", "",
         "| result | families |", "| --- | --- |",
         *[f"| {title} | {len(groups[key])} |" for key, title in titles.items()],
     ]  # fmt: skip
     for key, title in titles.items():
         lines += ["", f"## {title}", ""]
-        if key in ("same",):
+        if key == "same":
             lines.append(", ".join(groups[key]) + ".")
             continue
         lines += ["| family | why |", "| --- | --- |"]
