@@ -100,8 +100,9 @@ def test_two_versions_run_side_by_side(tmp_path: Path, lay_out) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# Loaded when a GPU plans a call, and when a sequence is first cut over ranks.
+# Loaded when a GPU plans a call, when a sequence is first cut over ranks, and for a large mask.
 LATE = (
+    "blocks/intervals.py",
     "backends/hopper/",
     "distributed/balance.py",
     "distributed/report.py",

@@ -34,6 +34,7 @@ from .operators import (
     register_flops,
 )
 from .surroundings import (
+    differentiated_in_compile,
     has_tangent,
     in_forward_mode,
     is_wrapped,
@@ -475,7 +476,7 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
         _refuse_tangents("attention over ranks (layout=)", *inputs)
     if not compiling:
         register_flops()
-    elif _differentiated_in_compile():
+    elif differentiated_in_compile():
         raise BackendRefused(
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
@@ -518,15 +519,7 @@ def copy_unsavable(inputs: list[Tensor | None]) -> bool:
     return copied
 
 
-def _differentiated_in_compile() -> bool:
-    """Return whether `torch.func` differentiates inside of the compiled function."""
-    if not transforms():
-        return False
-    kinds = {layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()}
-    return not kinds <= {torch._C._functorch.TransformType.Vmap}
-
-
-for _fact in (_differentiated_in_compile, in_forward_mode, under_vmap):
+for _fact in (differentiated_in_compile, in_forward_mode, under_vmap):
     constant_under_compile(_fact)
 
 
@@ -576,7 +569,7 @@ def cpu_native_step(
 
 def _compiler_needs_operators() -> bool:
     """Return whether a compiler has to see our operators: in exported programs, and below vmap."""
-    transformed = transforms() and not _differentiated_in_compile()
+    transformed = transforms() and not differentiated_in_compile()
     return transformed or in_forward_mode() or torch.compiler.is_exporting()
 
 

@@ -96,6 +96,14 @@ def requires_grad(x: Tensor) -> bool:
     return True
 
 
+def differentiated_in_compile() -> bool:
+    """Return whether `torch.func` differentiates inside of the compiled function."""
+    if not transforms():
+        return False
+    kinds = {layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()}
+    return not kinds <= {torch._C._functorch.TransformType.Vmap}
+
+
 def in_forward_mode() -> bool:
     """Return whether forward-mode AD is on: `torch.func.jvp` and what it makes, `dual_level`."""
     return forward_ad._current_level >= 0

@@ -20,7 +20,6 @@ from ..mods.graph import Graph
 from ..types import Captured
 from .axis_bounds import SPLIT, Axis, Groups
 from .bounds import BoxBounds
-from .intervals import interval_tiles
 from .runs import Runs, merge, pick, rectangles
 from .tiles import Tiles
 
@@ -92,6 +91,8 @@ class Search:
         if tiles:
             small = tiles <= _SMALL_GRID
             if not small:
+                from .intervals import interval_tiles  # it imports NumPy
+
                 inputs = self.graph, self.values, self.groups, self.q, self.kv, self.device
                 if (result := interval_tiles(*inputs)) is not None:
                     return result

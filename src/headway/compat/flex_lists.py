@@ -1,12 +1,14 @@
-"""Sizes and orders of the lists of blocks of PyTorch's `BlockMask`."""
+"""The lists of blocks of PyTorch's `BlockMask`: sizes, orders, and the state of each block."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..surroundings import capturing
 from ..types import as_int
-from .errors import CallAssertionError, CallTypeError
+from .errors import CallAssertionError, CallError, CallTypeError
 
 KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -68,3 +70,34 @@ def refuse_write_order(*orders: Any) -> None:
             "kernels, which do not run here; leave them out: deterministic gradients are "
             "headway.attention(..., deterministic=True)"
         )
+
+
+def state_of_lists(lists: Any, columns: int) -> Tensor:
+    """Return the state of lists, uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
+    num_blocks, indices, full_num, full_indices = lists
+    with torch.inference_mode(False):  # captures of CUDA graphs need a version counter
+        state = _named_blocks(num_blocks, indices, columns)
+        if full_num is None or full_indices is None:
+            return state
+        return torch.maximum(state, 2 * _named_blocks(full_num, full_indices, columns))
+
+
+def _named_blocks(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Return uint8 (..., rows, columns), 1 for the blocks that the lists name."""
+    named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    # Entries after a row's blocks are undefined: scatter them to an extra column, then drop it.
+    column = torch.where(named, indices.long(), columns)
+    if not is_recorded(column) and column.numel() and column.device.type != "meta":
+        low, high = (int(n) for n in torch.where(named, column, 0).aminmax())
+        if low < 0 or high >= columns:
+            raise CallError(
+                f"a list of blocks names {high if high >= columns else low}, but there are "
+                f"{columns}, counted from 0"
+            )
+    out = torch.zeros(*column.shape[:-1], columns + 1, dtype=torch.uint8, device=column.device)
+    return out.scatter(-1, column, 1)[..., :columns]
+
+
+def is_recorded(lists: Tensor) -> bool:
+    """Return whether a graph is recorded: the lists may name other blocks when it is replayed."""
+    return torch.compiler.is_compiling() or capturing(lists.device)

@@ -15,7 +15,6 @@ from ..caches import TensorCache, version_of
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods.base import MaskFn, value
-from ..surroundings import capturing
 from ..types import PACKAGE
 from .errors import CallError, CallTypeError
 from .flex_lists import (
@@ -25,9 +24,11 @@ from .flex_lists import (
     absent_lists,
     block_pair,
     count_columns,
+    is_recorded,
     length_of,
     mark_ragged_edges,
     refuse_write_order,
+    state_of_lists,
     without_copies,
 )
 
@@ -111,7 +112,7 @@ class BlockMask:
         absent = absent_lists(lists, of_queries)
         refuse_write_order(dq_write_order, dq_write_order_full, dq_kv_order)
         block = block_pair(BLOCK_SIZE)
-        state = _state_of_lists(lists, count_columns(kv_indices, seq_lengths, block))
+        state = state_of_lists(lists, count_columns(kv_indices, seq_lengths, block))
         self._set(state, tuple(seq_lengths), block, mask_mod, None, absent)
         for name, tensor in zip(KV_LISTS, lists, strict=True):
             self._shared_lists[name] = tensor, _version(tensor)
@@ -320,7 +321,7 @@ class BlockMask:
         if named := changed.intersection(Q_LISTS):
             lists = [self._list(name) for name in Q_LISTS]
             state = self._known_state()
-            of_queries = _state_of_lists(lists, state.shape[-2]).transpose(-1, -2)
+            of_queries = state_of_lists(lists, state.shape[-2]).transpose(-1, -2)
             if of_queries.shape[-2:] != state.shape[-2:] or not bool((of_queries == state).all()):
                 raise CallError(
                     f"{', '.join(sorted(named))}: the lists of queries name other blocks than "
@@ -333,7 +334,7 @@ class BlockMask:
     def _state_of_key_lists(self) -> Tensor:
         """Return the state of every block that the lists of keys name."""
         lists: list[Any] = [self._list(name) for name in KV_LISTS]
-        return _state_of_lists(lists, count_columns(lists[1], self._seq_lengths, self._block))
+        return state_of_lists(lists, count_columns(lists[1], self._seq_lengths, self._block))
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """Lengths, the eight lists, block sizes and mask, in the original's order."""
@@ -501,10 +502,10 @@ def as_tiles(mask: Any) -> TileMask | Mask:
         return mask.tiles
     lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in KV_LISTS]
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
-    if _recorded(lists[0]):
+    if is_recorded(lists[0]):
         if ours and not torch.compiler.is_compiling():
             mask._checked_provenance()
-        state = _state_of_lists(lists, count_columns(lists[1], lengths, block))
+        state = state_of_lists(lists, count_columns(lists[1], lengths, block))
         return in_blocks(mask.mask_mod, state, block)
     if ours:
         return mask.tiles
@@ -518,11 +519,6 @@ def as_tiles(mask: Any) -> TileMask | Mask:
 _converted: TensorCache[TileMask] = TensorCache(64)
 
 
-def _recorded(lists: Tensor) -> bool:
-    """Return whether a graph is recorded: the lists may name other blocks when it is replayed."""
-    return torch.compiler.is_compiling() or capturing(lists.device)
-
-
 def is_block_mask(mask: Any) -> bool:
     """Return whether a mask is ours, Headway's or PyTorch's, without loading PyTorch's compiler."""
     return isinstance(mask, BlockMask | TileMask) or (
@@ -534,32 +530,6 @@ def _version(tensor: Tensor | None) -> float:
     """Return a number that changes with every write; NaN for tensors that count no writes."""
     version = -1 if tensor is None else version_of(tensor)
     return math.nan if version is None else version
-
-
-def _state_of_lists(lists: Any, columns: int) -> Tensor:
-    """Return the state of lists, uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
-    num_blocks, indices, full_num, full_indices = lists
-    with torch.inference_mode(False):  # captures of CUDA graphs need a version counter
-        state = _named_blocks(num_blocks, indices, columns)
-        if full_num is None or full_indices is None:
-            return state
-        return torch.maximum(state, 2 * _named_blocks(full_num, full_indices, columns))
-
-
-def _named_blocks(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Return uint8 (..., rows, columns), 1 for the blocks that the lists name."""
-    named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    # Entries after a row's blocks are undefined: scatter them to an extra column, then drop it.
-    column = torch.where(named, indices.long(), columns)
-    if not _recorded(column) and column.numel() and column.device.type != "meta":
-        low, high = (int(n) for n in torch.where(named, column, 0).aminmax())
-        if low < 0 or high >= columns:
-            raise CallError(
-                f"a list of blocks names {high if high >= columns else low}, but there are "
-                f"{columns}, counted from 0"
-            )
-    out = torch.zeros(*column.shape[:-1], columns + 1, dtype=torch.uint8, device=column.device)
-    return out.scatter(-1, column, 1)[..., :columns]
 
 
 pytree.register_pytree_node(

@@ -16,22 +16,18 @@ With this attention, `headway.stability.QKClip(model)` works on Llama-like and D
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import api, inference
-from ..arguments import scale_of
-from ..autograd import cpu_native_step
+from .. import api
 from ..distributed.layout import Layout
 from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, lower_mod
-from ..mods import softcap as capped
-from ..mods.base import Both, MaskFn, Not, Then
+from ..mods.base import MaskFn, Not, Then
 from ..mods.evaluation.pointwise import Positions, mask_at
-from ..stability import MaxLogit
-from . import hf_calls, hf_models
+from . import hf_attention, hf_calls, hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
 from .hf_translate import (
     graph_mask,
@@ -295,7 +291,7 @@ def attention_forward(
     **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that would change attention
     and are not honoured, `ArgumentError` for a mask of other sizes than the call's.
     """
-    softmax = _Softmax(module, scaling, softcap, s_aux if sinks is None else sinks)
+    softmax = hf_attention.LayerSoftmax(module, scaling, softcap, s_aux if sinks is None else sinks)
     cache = kwargs.pop("cache", None)  # of continuous batching
     updated = kwargs.get("read_index") is not None and isinstance(cu_seq_lens_k, Tensor)
     if cache is not None or updated:
@@ -303,7 +299,7 @@ def attention_forward(
         others |= {"position_bias": position_bias, "seq_idx": seq_idx, "indices": indices}
         _refuse(output_attentions, others | {"block_indices": block_indices})
         arguments = {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}
-        return _continuous(
+        return hf_attention.continuous(
             query, key, value, cache, arguments, cu_seq_lens_q, sliding_window, softmax
         ), None  # fmt: skip
     _refuse(output_attentions, kwargs)
@@ -319,7 +315,7 @@ def attention_forward(
         and position_bias is indices is block_indices is None
         and attention_mask.sizes == (query.shape[0], 1, q_len, kv_len)
     ):  # fmt: skip
-        return _step(query, key, value, attention_mask, softmax), None
+        return hf_attention.step(query, key, value, attention_mask, softmax), None
     mask, score = _as_mask_and_score(attention_mask, (*query.shape[:3], kv_len))
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
@@ -354,113 +350,10 @@ def attention_forward(
     ), None  # fmt: skip
 
 
-class _Softmax(NamedTuple):
-    """The softmax of a layer: scale, softcap and sink; and its record of logits."""
-
-    module: torch.nn.Module
-    scale: float | None
-    softcap: float | None
-    sink: Tensor | None
-
-    @property
-    def score(self) -> Score | None:
-        """The softcap as a score."""
-        return None if self.softcap is None else capped(self.softcap)
-
-    @property
-    def record(self) -> MaxLogit | None:
-        """The record that `QKClip` gave the attention, where it is recording."""
-        record = getattr(self.module, "max_logit", None)
-        return record if isinstance(record, MaxLogit) and record.recording else None
-
-    def run(
-        self, functions: Any, q: Tensor, k: Tensor, v: Tensor, score: Score | None,
-        mask: MaskFn | None, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        """Return attention by `headway.api` or `headway.inference`, `(b, l, hq, dv)`; record."""
-        sink, record = self.sink, self.record
-        by_query = sink is not None and sink.dim() > 1
-        options |= {"scale": self.scale, "sink": None if by_query else sink}
-        if record is None and not by_query:
-            out = functions.attention(q, k, v, score, mask, **options)
-            return out.transpose(1, 2).contiguous()
-        out, lse, max_logit = functions.attention_with_stats(q, k, v, score, mask, **options)
-        if record is not None:
-            record(max_logit)
-        if by_query:
-            if sink.shape != (*lse.shape, 1):  # type: ignore[union-attr]
-                raise ArgumentError(
-                    f"sinks must be (heads,) or, one per query, {(*lse.shape, 1)}, got "
-                    f"{tuple(sink.shape)}"  # type: ignore[union-attr]
-                )
-            # One more key of value 0: its share of the softmax is lost.
-            out = out * (lse[..., None] - sink).sigmoid().to(out.dtype)
-        return out.transpose(1, 2).contiguous()
-
-
 def _then(first: Score | None, second: Score | None) -> Score | None:
     if first is None or second is None:
         return second if first is None else first
     return Then(first, second)
-
-
-def _step(
-    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask | GraphMask, softmax: _Softmax
-) -> Tensor:
-    """Few new tokens over a cache: nothing depends on its length, and the device is not read."""
-    if isinstance(mask, AttentionMask) and mask.near is not None:
-        out = _cpu_native_step(query, key, value, mask, softmax)
-        if out is not None:
-            return out.transpose(1, 2).contiguous()
-    assert mask.step is not None
-    keeps, lengths = mask.step
-    return softmax.run(inference, query, key, value, softmax.score, keeps, lengths=lengths)
-
-
-def _cpu_native_step(
-    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, softmax: _Softmax
-) -> Tensor | None:
-    """Compute one new token a row on the CPU by PyTorch alone: Python takes the longest about it.
-    None for a call that is more than a softmax."""
-    plain = softmax.softcap is None and softmax.sink is None and softmax.record is None
-    if mask.near is None or not plain or not query.is_cpu or torch.is_autocast_enabled("cpu"):
-        return None
-    scale = None if softmax.scale is None else scale_of(softmax.scale)
-    keys, added = mask.near[0], mask.bias(query.dtype)
-    if keys < key.shape[2]:
-        key, value = key[:, :, :keys], value[:, :, :keys]
-    return cpu_native_step(query, key, value, scale, added)
-
-
-def _continuous(
-    query: Tensor, key: Tensor, value: Tensor, cache: Any, arguments: dict[str, Any],
-    cu_q: Tensor | None, window: int | None, softmax: _Softmax,
-) -> Tensor:  # fmt: skip
-    """Compute transformers' continuous batching: packed requests of different lengths, each causal.
-
-    The cache gives all their keys, packed too: a key is a page of one. Since transformers 5.24 the
-    model has asked it for them, and `cache` is None."""
-    if arguments.get("block_table") is not None or cu_q is None:
-        raise BackendRefused(
-            "a cache of continuous batching that comes with a block_table, which is for flash-attn "
-            "alone; set max_blocks_per_request=0 in its ContinuousBatchingConfig"
-        )
-    if cache is not None:
-        layer = softmax.module.layer_idx
-        key, value = cache.update(
-            key_states=key, value_states=value, layer_idx=layer, kwargs=arguments
-        )
-    cu_k = arguments["cu_seq_lens_k"]
-    key_idx = torch.arange(int(arguments["max_length_k"]), device=key.device)
-    table = (cu_k[:-1, None] + key_idx).clamp(max=key.shape[2] - 1).to(torch.int32)
-    k, v = (x[0].transpose(0, 1)[:, :, None] for x in (key, value))
-    out = inference.attention(
-        query, k, v, softmax.score,
-        causal() if window is None else Both(causal(), Not(causal(-window))),
-        lengths=cu_k.diff().to(torch.int32), page_table=table, cu_q=cu_q.to(torch.int32),
-        max_q=int(arguments["max_length_q"]), scale=softmax.scale, sink=softmax.sink,
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous()
 
 
 def _block_size(module: torch.nn.Module) -> int:

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -35,7 +34,12 @@ _CONSTANTS = (
 )  # fmt: skip
 _SEQUENCES = list, tuple  # (Dynamo makes no unions of types)
 _NUMBERS = int, float
-_NUMPY = np.ndarray, np.generic
+try:
+    import numpy as np
+
+    _NUMPY: tuple[type, ...] = (np.ndarray, np.generic)
+except ImportError:  # a copy on the Hugging Face Hub needs PyTorch alone
+    _NUMPY = ()
 _READS = "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "equal"
 
 
