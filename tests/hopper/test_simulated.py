@@ -40,7 +40,7 @@ from tools import simulator
 # the copy engine cannot take, statistics, sinks. `long/hopper.py` runs the whole table.
 CASES = (
     "length_1", "lengths_1_257_causal", "width_100_100", "heads_6_3_score",
-    "layout_expanded", "scale_-0.5_score", "mask_nothing", "mask_by_batch_sink", "score_bias_rows",
+    "layout_expanded", "layout_transposed", "scale_-0.5_score", "mask_nothing", "mask_by_batch_sink", "score_bias_rows",
     "score_bias_keys_masked", "score_undefined", "score_ends", "score_added", "score_walls", "score_cancelled_masked", "std_5_long_sink",
 )  # fmt: skip
 
@@ -83,6 +83,20 @@ def test_packed(name, form, monkeypatch):
     choose(monkeypatch, "at once")
     case = replace(BY_NAME[name], b=2, hq=2, hk=1)
     assert ragged.wrong(case, torch.bfloat16, "hopper", form) == []
+
+
+@pytest.mark.parametrize(
+    ("order", "written"), [((0, 2, 1, 3), True), ((2, 0, 1, 3), True), ((0, 1, 3, 2), False)]
+)
+def test_out_is_written_in_the_memory_order_of_q(order, written):
+    """Where its rows stay whole; `autograd` copies the rest."""
+    in_memory = torch.randn([(2, 4, 130, 64)[n] for n in order], dtype=torch.bfloat16)
+    q = in_memory.permute([order.index(n) for n in range(4)])
+    spec, call = prepare(q, q, q, None, hw.causal(), backend="hopper")
+    out = hopper.forward(spec, call).out
+    assert (out.stride() == q.stride()) == written
+    exact = reference.forward(*prepare(*[q.double()] * 3, None, hw.causal(), backend="reference"))
+    assert (out - exact.out).abs().max() < 0.02
 
 
 PREPARED = itertools.product(["long_causal", "heads_6_3_score", "width_100_100"], WAYS)

@@ -15,8 +15,8 @@ from .runtime.call_plan import empty_result
 def memory_for(
     call: Call, n: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:  # fmt: skip
-    """Return memory for a result: the n-th of `Call.into` if launches of this kind can write to it,
-    else new memory."""
+    """Return contiguous memory for a result: the n-th of `Call.into` if launches of this kind can
+    write to it, else new memory."""
     if n < len(call.into):
         out = call.into[n]
         matches = out.shape == shape and out.dtype == dtype and out.is_contiguous()

@@ -64,7 +64,8 @@ class BackwardWorkspace:
         accum_to_zero = None if counters is not None else dq_accum
         lse2 = None if lse is None else lse2
         sizes = self.heads, self.q_len, self.rows, self.width
-        return out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, dout.stride(), *sizes
+        strides = out.stride(), dout.stride()
+        return out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, *strides, *sizes
 
     def kernel(self) -> KernelLauncher:
         """Return a launcher for tensors of one `key` of `run_preprocess`."""
@@ -87,7 +88,7 @@ def run_preprocess(
     buffer = torch.empty(workspace.size, dtype=torch.float32, device=workspace.device)
     if not workspace.aligned_rows:
         return buffer
-    key = out.dtype, dout.dtype, dout.stride(), dlse is None, lse is None
+    key = out.dtype, dout.dtype, out.stride(), dout.stride(), dlse is None, lse is None
     kernel = workspace.kernels.get(key)
     if kernel is None:
         kernel = workspace.kernels[key] = workspace.kernel()
@@ -95,7 +96,7 @@ def run_preprocess(
         dlse = dlse.contiguous()
     if lse is not None:
         lse = lse.contiguous()
-    kernel((out.contiguous(), dout, dlse, buffer, lse))
+    kernel((out, dout, dlse, buffer, lse))
     return buffer
 
 
@@ -107,10 +108,11 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])
 def preprocess_kernel(
-    out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, strides, heads, q_len, rows, width,
+    out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, out_strides, dout_strides,
+    heads, q_len, rows, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Preprocess BLOCK rows of one head. `strides` are those of dout."""
+    """Preprocess BLOCK rows of one head."""
     blocks = tl.cdiv(rows, BLOCK)
     head = tl.cast(tl.program_id(0) // blocks, tl.int64)
     block = tl.program_id(0) % blocks
@@ -118,18 +120,15 @@ def preprocess_kernel(
     column = tl.arange(0, WIDTH)
     live = i < q_len
     inside = live[:, None] & (column < width)[None, :]
-    out_row = head * q_len + i
-    out_tile = tl.load(out + out_row[:, None] * width + column[None, :], mask=inside, other=0.0)
-    dout += head // heads * strides[0] + head % heads * strides[1]
-    dout_at = tl.cast(i, tl.int64)[:, None] * strides[2] + column[None, :] * strides[3]
-    dout_tile = tl.load(dout + dout_at, mask=inside, other=0.0)
-    total = sums(out_tile, dout_tile)
+    lse_row = head * q_len + i
+    out_tile = _load(out, out_strides, head, heads, i, column, inside)
+    total = sums(out_tile, _load(dout, dout_strides, head, heads, i, column, inside))
     if dlse is not None:
-        total -= tl.load(dlse + out_row, mask=live, other=0.0)
+        total -= tl.load(dlse + lse_row, mask=live, other=0.0)
     row = head * rows + i
     tl.store(delta + row, -total if NEGATIVE else total, mask=i < rows)
     if lse is not None:
-        lse_rows = tl.load(lse + out_row, mask=live, other=float("inf"))
+        lse_rows = tl.load(lse + lse_row, mask=live, other=float("inf"))
         tl.store(lse2 + row, in_log2(lse_rows), mask=i < rows)
     if accum_to_zero is not None:
         first_64 = accum_to_zero + row[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
@@ -138,6 +137,14 @@ def preprocess_kernel(
     if counters is not None:
         tl.store(counters + head, 0, mask=block == 0)
         tl.store(counters + tl.num_programs(0) // blocks, 0, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
+def _load(x, strides, head, heads, i, column, inside):
+    """Load rows i of a head, counted over all batch rows; zeros outside."""
+    x += head // heads * strides[0] + head % heads * strides[1]
+    at = tl.cast(i, tl.int64)[:, None] * strides[2] + column[None, :] * strides[3]
+    return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit

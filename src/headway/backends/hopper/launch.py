@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...memory_order import new_in_order_of
 from ...types import Forward, Grads, Spec, in_dtype
 from ..base import Call
 from ..gpu import captured_grads, inference, outputs
@@ -14,7 +15,7 @@ from ..gpu.runtime import parallel_compile
 from .bwd.plan import BackwardPlan
 from .fwd.plan import ForwardPlan
 from .launch_plan import plan_for
-from .tma import aligned
+from .tma import aligned, strides_fit
 
 
 def forward(spec: Spec, call: Call) -> Forward:
@@ -25,7 +26,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = matrices = aligned(call.q, call.k, call.v)
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
-    out = outputs.memory_for(call, 0, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
+    out = _memory_for_out(call, q, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
     lse = outputs.memory_for(call, 1, (b, hq, q_len))
     row_max = new(b, hq, q_len) if spec.row_max else None
     max_logit = None
@@ -41,6 +42,18 @@ def forward(spec: Spec, call: Call) -> Forward:
         if row_max is not None:
             row_max.fill_(-math.inf)
     return outputs.of_forward(spec, out, lse, row_max, max_logit)
+
+
+def _memory_for_out(call: Call, q: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory for out, in the memory order of q where TMA can write that; else contiguous.
+
+    Its strides follow from q's, by which plans differ.
+    """
+    if dtype == q.dtype and not q.is_contiguous():
+        out = new_in_order_of(q, shape, dtype)
+        if strides_fit(out):
+            return out
+    return outputs.memory_for(call, 0, shape, dtype)
 
 
 def backward(
