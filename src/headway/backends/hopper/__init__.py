@@ -55,7 +55,7 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
             "detach() it, or use backend='triton'"
         )
     if kind.moves:
-        reasons.append("an input has a tangent (forward mode): it has none; use backend='triton'")
+        reasons.append("an input has a tangent (forward mode), for which it has no kernel")
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
     if spec.deterministic and kind.learned:
