@@ -21,6 +21,8 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import headway as hw
+from headway.compat import flex
+from headway.errors import ArgumentError
 from headway.mods import lowering
 from headway.operators import flat
 from headway.resolve import prepare
@@ -311,6 +313,43 @@ def test_export(qkv):
     file.seek(0)
     again = torch.export.load(file).module()
     torch.testing.assert_close(again(q, k, v), Layer()(q, k, v))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", ["mask", "documents", "flex"])
+def test_an_exported_program_takes_block_masks(kind, strict):
+    """Of the mask that it was exported with; another one is refused."""
+    ids = torch.arange(256)[None] // 50
+
+    def block_mask(offset=0):
+        if kind == "flex":
+            return flex.create_block_mask(same, 1, 1, 256, 256, device="cpu")
+        mask = hw.document(ids) if kind == "documents" else hw.causal(offset)
+        hw.clear_block_cache()
+        return hw.block_mask(mask, 1, 1, 256, 256)
+
+    def same(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, mask):
+            if kind == "flex":
+                return flex.flex_attention(q, q, q, block_mask=mask)
+            return hw.attention(q, q, q, mask=mask)
+
+    q = torch.randn(1, 2, 256, 16)
+    program = torch.export.export(Layer(), (q, block_mask()), strict=strict).module()
+    for x in (q, torch.randn(1, 2, 256, 16)):
+        torch.testing.assert_close(program(x, block_mask()), Layer()(x, block_mask()))
+    if kind == "mask":
+        with pytest.raises(ValueError, match="causal"):
+            program(q, block_mask(3))
+    if kind == "documents":
+        old = block_mask()
+        ids[:] = torch.arange(256) // 90
+        for stale in (old, block_mask()):
+            with pytest.raises((ValueError, ArgumentError)):
+                program(q, stale)
 
 
 # -- autocast -------------------------------------------------------------------------------------

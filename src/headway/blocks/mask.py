@@ -362,11 +362,21 @@ def from_dense(
     return BlockMask(mask, (*state.shape[:2], *lengths), tile, tiles)  # type: ignore[arg-type]
 
 
+def _flatten(m: BlockMask) -> tuple[list[Tensor], tuple]:
+    return m.tiles.flatten(), (m.mask, m.shape, m.tile, m.decided)
+
+
+def _flatten_with_keys(m: BlockMask) -> Any:
+    tensors, rest = _flatten(m)
+    return [(pytree.SequenceKey(n), tensor) for n, tensor in enumerate(tensors)], rest
+
+
 pytree.register_pytree_node(
     BlockMask,
-    lambda m: (m.tiles.flatten(), (m.mask, m.shape, m.tile, m.decided)),
+    _flatten,
     lambda tensors, rest: BlockMask(
         rest[0], rest[1], rest[2], Tiles.unflatten(list(tensors)), rest[3]
     ),
     serialized_type_name=f"{PACKAGE}.BlockMask",
+    flatten_with_keys_fn=_flatten_with_keys,
 )

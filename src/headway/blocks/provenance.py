@@ -40,6 +40,26 @@ class Provenance:
         graph, captured = lower_mod("mask", mask, torch.float32)
         return Provenance(graph, captured.tensors)
 
+    def __eq__(self, other: object) -> bool:
+        """Compare the formulas, and the tensors by identity and stamp: an exported program takes
+        any block mask of the mask that it was exported with."""
+        if not isinstance(other, Provenance):
+            return NotImplemented
+        mine, theirs = self._identities(), other._identities()
+        return mine is not None and mine == theirs
+
+    def __hash__(self) -> int:
+        return hash(self.formula)
+
+    def _identities(self) -> tuple | None:
+        """Return what `==` compares; None where a tensor is freed, whose id another may have."""
+        if any(ref() is None for ref, _ in self.tensors.values()):
+            return None
+        stamps = (
+            (key, id(s) if isinstance(s, Tensor) else s) for key, (_, s) in self.tensors.items()
+        )
+        return self.formula, self.depends, tuple(sorted(stamps))
+
     def check(self) -> None:
         """Check that no tensor was written to since; raise `ArgumentError` if one was."""
         for ref, stamp in self.tensors.values():

@@ -532,9 +532,14 @@ def _version(tensor: Tensor | None) -> float:
     return math.nan if version is None else version
 
 
+def _flatten_with_keys(m: BlockMask) -> Any:
+    return [(pytree.GetAttrKey("tiles"), m.tiles)], (m._batch, m._absent_lists)
+
+
 pytree.register_pytree_node(
     BlockMask,
     lambda m: ([m.tiles], (m._batch, m._absent_lists)),
     lambda tiles, context: BlockMask.of_tiles(next(iter(tiles)), *context),
     serialized_type_name=f"{PACKAGE}.compat.flex.BlockMask",
+    flatten_with_keys_fn=_flatten_with_keys,
 )
