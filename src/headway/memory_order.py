@@ -23,11 +23,13 @@ def new_in_order_of(
 
 def in_order_of(q: Tensor, out: Tensor) -> Tensor:
     """Return out, or a copy, in the memory order of q."""
-    if out.stride() == q.stride():
+    if not is_compiling() and out.stride() == q.stride():  # a compiler may not know lengths
         return out
     order = _order_of(q)
     in_memory = out.permute(order)
-    return out if in_memory.is_contiguous() else in_memory.contiguous().permute(_inverse(order))
+    if not is_compiling() and in_memory.is_contiguous():
+        return out
+    return in_memory.contiguous().permute(_inverse(order))
 
 
 def exactly_in_order_of(q: Tensor, out: Tensor) -> Tensor:

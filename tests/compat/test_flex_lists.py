@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as theirs
 
 import headway as hw
 from headway import caches
-from headway.compat import flex, flex_mask
+from headway.compat import flex, flex_lists, flex_mask
 
 BLOCK, BLOCKS = 16, 4
 LENGTH = BLOCK * BLOCKS
@@ -140,7 +140,7 @@ def test_while_a_graph_is_captured_lists_are_read_by_the_graph(library):
     of[0].copy_(lists()[0])
     expected = right(q, of)
     with (
-        mock.patch.object(flex_mask, "capturing", return_value=True),
+        mock.patch.object(flex_lists, "capturing", return_value=True),
         mock.patch.object(caches, "capturing", return_value=True),
         mock.patch.object(torch.Tensor, "aminmax", side_effect=AssertionError),
     ):

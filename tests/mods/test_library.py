@@ -480,10 +480,10 @@ def test_shifted_windows_as_documented():
         ((49, 2), (4, 4), 20, "at most 16 positions, or a multiple of it, .* has q_len=20"),
         ((52, 2), (4, 4), 34, "at most 17 positions, with the class token, .* has q_len=34"),
         ((49, 3), (4, 4), 16, "table has shape"),
-        ((48, 2), (4, 4), 16, r"needs \(49, heads\), one row per offset, or \(52, heads\)"),
+        ((48, 2), (4, 4), 16, r"\(49, heads\), one row per offset .*, or \(52, heads\)"),
         ((49, 2), 4, 16, "window=4"),
         ((49, 2), (4, 0), 16, "two integers"),
-        ((49,), (4, 4), 16, r"float tensor \(offsets, heads\)"),
+        ((49,), (4, 4), 16, r"float tensor \(49, heads\)"),
     ],
 )
 def test_wrong_windows_are_named(table, window, q_len, message):

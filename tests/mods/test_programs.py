@@ -419,7 +419,7 @@ def _without_shapes(patch: pytest.MonkeyPatch) -> None:
 
 def _without_attributes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(capture._ReadWalker, "follow_attribute", lambda *_: None)
-    patch.setattr(lowering, "_find_source", lambda reads, tensor: None)  # which would notice
+    patch.setattr(lowering, "find_source", lambda reads, tensor: None)  # which would notice
 
 
 def _without_classes(patch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,8 @@ def order(name: str, spec: Spec, kind: CapabilityKey) -> tuple[str, ...]:
     """Return the backends to ask, the preferred one first. Raises ArgumentError for a name that
     no backend has."""
     if name != "auto":
-        return (get(name).name,)
+        get(name)
+        return (name,)
     *fast, last = NAMES
     if kind.moves and kind.device.type != "cpu":  # a card's memory does not hold the reference's
         return tuple(fast)

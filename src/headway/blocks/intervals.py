@@ -186,7 +186,7 @@ def _segments(
         if outside:
             return None
         for result, changes in zip(results, chunks, strict=True):
-            value = torch.as_tensor(result).expand(groups.b, groups.h, stop - first)
+            value = torch.as_tensor(result, device=device).expand(groups.b, groups.h, stop - first)
             value = value.reshape(groups.count, stop - first).cpu().numpy()
             if not begin:
                 changes.append((np.arange(groups.count) * length, value[:, 0]))

@@ -102,7 +102,7 @@ def attend_sequences(
     if options.mask is not None:
         mask = both(mask, mask_in_sequence(options.mask, *place))
     rows = q.shape[:-2]
-    in_one_row = lambda x: x.reshape(1, -1, *x.shape[-2:])
+    in_one_row = lambda x: x.flatten(0, -3)[None]
     out, lse, max_logit = _run(in_one_row(q), in_one_row(k), in_one_row(v), score, mask, options)
     out = out.view(*rows, *out.shape[2:])
     if lse is not None:

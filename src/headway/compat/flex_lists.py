@@ -1,10 +1,12 @@
 """The lists of blocks of PyTorch's `BlockMask`: sizes, orders, and the state of each block."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..caches import version_of
 from ..errors import ArgumentError
 from ..surroundings import capturing
 from ..types import as_int
@@ -101,3 +103,9 @@ def _named_blocks(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
 def is_recorded(lists: Tensor) -> bool:
     """Return whether a graph is recorded: the lists may name other blocks when it is replayed."""
     return torch.compiler.is_compiling() or capturing(lists.device)
+
+
+def version_of_list(tensor: Tensor | None) -> float:
+    """Return a number that changes with every write; NaN for tensors that count no writes."""
+    version = -1 if tensor is None else version_of(tensor)
+    return math.nan if version is None else version

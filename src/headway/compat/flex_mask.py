@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..blocks import BlockMask as TileMask
 from ..blocks import Provenance, from_dense
-from ..caches import TensorCache, version_of
+from ..caches import TensorCache
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods.base import MaskFn, value
@@ -29,6 +29,7 @@ from .flex_lists import (
     mark_ragged_edges,
     refuse_write_order,
     state_of_lists,
+    version_of_list,
     without_copies,
 )
 
@@ -115,7 +116,7 @@ class BlockMask:
         state = state_of_lists(lists, count_columns(kv_indices, seq_lengths, block))
         self._set(state, tuple(seq_lengths), block, mask_mod, None, absent)
         for name, tensor in zip(KV_LISTS, lists, strict=True):
-            self._shared_lists[name] = tensor, _version(tensor)
+            self._shared_lists[name] = tensor, version_of_list(tensor)
         for name, tensor in zip(Q_LISTS, of_queries, strict=True):
             if tensor is not None:
                 self._shared_lists[name] = tensor, None
@@ -299,13 +300,13 @@ class BlockMask:
         """Update the state from lists that were set or written to; refuse lists that disagree."""
         self._outdated_lists = [entry for entry in self._outdated_lists if entry[1]() is not None]
         for name, former, version in self._outdated_lists:
-            if _version(former()) != version:
+            if version_of_list(former()) != version:
                 raise CallError(
                     f"{name} was written to, but it had been read before a list of keys changed "
                     "and no longer belongs to this BlockMask: read it again"
                 )
         shared = self._shared_lists
-        changed = {name for name, (x, v) in shared.items() if v is None or _version(x) != v}
+        changed = {name for name, (x, v) in shared.items() if v is None or version_of_list(x) != v}
         # You clear caches after writes that change no version (`x.data`): compare the contents.
         if shared and self._cache_clears != TensorCache.clears:
             self._cache_clears, before = TensorCache.clears, self._known_state()
@@ -329,7 +330,7 @@ class BlockMask:
                     "the mask: they are worked out"
                 )
         for name in changed:
-            shared[name] = shared[name][0], _version(shared[name][0])
+            shared[name] = shared[name][0], version_of_list(shared[name][0])
 
     def _state_of_key_lists(self) -> Tensor:
         """Return the state of every block that the lists of keys name."""
@@ -524,12 +525,6 @@ def is_block_mask(mask: Any) -> bool:
     return isinstance(mask, BlockMask | TileMask) or (
         type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_indices")
     )
-
-
-def _version(tensor: Tensor | None) -> float:
-    """Return a number that changes with every write; NaN for tensors that count no writes."""
-    version = -1 if tensor is None else version_of(tensor)
-    return math.nan if version is None else version
 
 
 def _flatten_with_keys(m: BlockMask) -> Any:

@@ -103,6 +103,9 @@ def _check_code(kind: str, fn: Any) -> str:
     **Raises:** `ModError` where that cannot be done.
     """
     while isinstance(fn, functools.partial):
+        for value in (*fn.args, *fn.keywords.values()):
+            if isinstance(value, types.FunctionType):  # which it may call
+                _check_code(kind, value)
         fn = fn.func
     if isinstance(fn, types.MethodType):
         fn = fn.__func__

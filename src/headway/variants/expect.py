@@ -1,5 +1,6 @@
 """Expectations under the weights of attention, without a square of weights."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def expect(
         raise unknown_keywords(expect, unknown)
     check_tensors(q, k, k)
     _check_function(f)
+    f = functools.partial(_score_first, f)
     no_values = k.new_zeros(()).expand(*k.shape[:3], 1)
     options: dict[str, Any] = {"scale": scale, "backend": backend}
     with torch.no_grad():
@@ -87,6 +89,16 @@ def expect(
     return result - mean * (share - share.detach())
 
 
+def _shown(f: Any) -> str:
+    """Show the caller's function: while it is traced, another stands for the partial."""
+    return show(f.args[0] if isinstance(f, functools.partial) else f)
+
+
+def _score_first(f: Any, score: Any, *positions: Any) -> Any:
+    """Call f by the order of a score's arguments, in which all functions are traced."""
+    return f(*positions, score)
+
+
 def _check_function(f: Any) -> None:
     try:
         fits = callable(f) and not isinstance(f, type | Mod)
@@ -108,7 +120,7 @@ class _Added(Score):
 
     c: Tensor
     score: ScoreFn | None
-    f: PairFn
+    f: functools.partial  # of `_score_first`
 
     def check_sizes(self, b, h, q_len, kv_len):
         _check_inner(self.score, b, h, q_len, kv_len)
@@ -118,7 +130,7 @@ class _Added(Score):
         return _where_kept(t, t + self.c[b, h, q_idx] * _number(self.f, b, h, q_idx, kv_idx, t))
 
     def __repr__(self) -> str:
-        return f"expect({show(self.f)})"
+        return f"expect({_shown(self.f)})"
 
 
 @value
@@ -127,7 +139,7 @@ class _Carrier(Score):
 
     mean: Tensor
     score: ScoreFn | None
-    f: PairFn
+    f: functools.partial  # of `_score_first`
 
     def check_sizes(self, b, h, q_len, kv_len):
         _check_inner(self.score, b, h, q_len, kv_len)
@@ -139,7 +151,7 @@ class _Carrier(Score):
         return _where_kept(t, t.detach() + (x - x.detach()))
 
     def __repr__(self) -> str:
-        return f"expect({show(self.f)})"
+        return f"expect({_shown(self.f)})"
 
 
 def _check_inner(score, b, h, q_len, kv_len):
@@ -147,9 +159,9 @@ def _check_inner(score, b, h, q_len, kv_len):
         score.check_sizes(b, h, q_len, kv_len)
 
 
-def _number(f: PairFn, b, h, q_idx, kv_idx, t):
+def _number(f: functools.partial, b, h, q_idx, kv_idx, t):
     """Return f of a pair, a boolean as 0 or 1."""
-    number = f(b, h, q_idx, kv_idx, t.clone())  # it may write in place
+    number = f(t.clone(), b, h, q_idx, kv_idx)  # it may write in place
     if isinstance(number, Tensor) and number.dtype == torch.bool:
         return torch.where(number, 1.0, 0.0)
     return number

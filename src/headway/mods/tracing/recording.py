@@ -294,6 +294,7 @@ class Replay:
         kind, content = reference
         if kind == "tensor":
             number, dtype = content  # a number that became a tensor may have widened the result
+            assert dtype.is_floating_point or not result.dtype.is_floating_point, self.__qualname__
             values[number] = result if result.dtype == dtype else result.to(dtype)
         elif kind == "tuple":
             for item, part in zip(content, result, strict=True):
