@@ -231,7 +231,7 @@ def first_call(world: int, rank: int) -> None:
     dist.barrier()
     with contextlib.redirect_stderr(io.StringIO()) as said:
         if rank == 1:
-            time.sleep(1.0)
+            time.sleep(3.0)
         if rank == 0:
             threading.Timer(0.7, signal.raise_signal, (signal.SIGINT,)).start()
             with pytest.raises(KeyboardInterrupt):
