@@ -23,7 +23,8 @@ def new_in_order_of(
 
 def in_order_of(q: Tensor, out: Tensor) -> Tensor:
     """Return out, or a copy, in the memory order of q."""
-    if not is_compiling() and out.stride() == q.stride():  # a compiler may not know lengths
+    pairs = zip(out.stride(), q.stride(), strict=True)
+    if all([surely(a == b) for a, b in pairs]) if is_compiling() else out.stride() == q.stride():  # noqa: C419
         return out
     order = _order_of(q)
     in_memory = out.permute(order)

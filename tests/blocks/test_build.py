@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headway
-from headway.blocks import build, cached_build, clear_block_cache, quadtree
+from headway.blocks import build, cached_build, clear_block_cache, intervals, quadtree
 from headway.errors import ArgumentError, CapturedIndexError, ModError
 from headway.mods import lower_mod
 from headway.mods.bounds.interval import split, why_elements
@@ -178,7 +178,7 @@ def seen(monkeypatch):
 def test_one_kept_and_one_dropped_pair_prove_a_tile_partial(seen, monkeypatch, whole):
     """Four corners of each partial tile; no pair of a tile that bounds decide."""
     monkeypatch.setattr(quadtree, "_SMALL_GRID", whole)
-    monkeypatch.setattr(quadtree, "interval_tiles", lambda *_: None)
+    monkeypatch.setattr(intervals, "interval_tiles", lambda *_: None)
     corners, cornered = quadtree.BoxBounds.corners, []
     monkeypatch.setattr(
         quadtree.BoxBounds,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headway as hw
-from headway.blocks import clear_block_cache, quadtree
+from headway.blocks import clear_block_cache, intervals, quadtree
 from headway.distributed import Layout
 from headway.distributed.context import Layouts
 from headway.distributed.exchange.comm_plan import SequenceShards
@@ -127,7 +127,7 @@ def test_plans_from_intervals_are_those_of_the_search(seed):
     ))()  # fmt: skip
     with patch.object(quadtree, "_SMALL_GRID", 0):
         plan = plan_of(layout, mask, name)
-        with patch.object(quadtree, "interval_tiles", lambda *_: None):
+        with patch.object(intervals, "interval_tiles", lambda *_: None):
             searched = plan_of(layout, mask, name)
     assert len(plan) == len(searched)
     for one, other in zip(plan, searched, strict=True):
