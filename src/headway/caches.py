@@ -87,6 +87,12 @@ def version_of(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
+def stamp_of_numbers(t: Tensor) -> Any:
+    """Return what changes with every write to a tensor of few numbers: the numbers themselves on
+    the CPU, where it may share memory with NumPy, else `version_of`."""
+    return t.tolist() if t.is_cpu else version_of(t)
+
+
 class TensorCache(LRUCache[tuple[list[weakref.ref], list, V]]):
     """A cache of values computed from tensors, valid while these live and are not modified.
 

@@ -23,14 +23,16 @@ def new_in_order_of(
 
 def in_order_of(q: Tensor, out: Tensor) -> Tensor:
     """Return out, or a copy, in the memory order of q."""
-    pairs = zip(out.stride(), q.stride(), strict=True)
-    if all([surely(a == b) for a, b in pairs]) if is_compiling() else out.stride() == q.stride():  # noqa: C419
+    if _lies_in_order(q, out):
         return out
     order = _order_of(q)
-    in_memory = out.permute(order)
-    if not is_compiling() and in_memory.is_contiguous():
-        return out
-    return in_memory.contiguous().permute(_inverse(order))
+    return out.permute(order).contiguous().permute(_inverse(order))
+
+
+def _lies_in_order(q: Tensor, out: Tensor) -> bool:
+    if is_compiling():  # it may not know lengths
+        return all([surely(a == b) for a, b in zip(out.stride(), q.stride(), strict=True)])  # noqa: C419
+    return out.stride() == q.stride() or out.permute(_order_of(q)).is_contiguous()
 
 
 def exactly_in_order_of(q: Tensor, out: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from .arguments import check_function, check_sizes, count_of, shown
 from .blocks import BlockMask
-from .caches import TensorCache, version_of
+from .caches import TensorCache, stamp_of_numbers
 from .errors import ArgumentError
 from .keywords import unknown_keywords
 from .mods.base import MaskFn, ScoreFn
@@ -290,13 +290,7 @@ def check_offsets(name: str, offsets: Any, q: Tensor) -> None:
         )
 
 
-def _stamp(offsets: Tensor) -> Any:
-    """Return what changes with every write to offsets. On the CPU these are the offsets themselves,
-    which may share memory with NumPy."""
-    return offsets.tolist() if offsets.is_cpu else version_of(offsets)
-
-
-_packings: TensorCache[Packing] = TensorCache(64, _stamp)
+_packings: TensorCache[Packing] = TensorCache(64, stamp_of_numbers)
 
 
 def _packing(

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import ArgumentError, ModError
 from ..mods import Mask, Score
 from ..mods import causal as lower_right
-from ..mods.base import Both, MaskFn, Not, ScoreFn, Then, value
+from ..mods.base import MaskFn, Not, ScoreFn, composition, intersection, value
 from ..run import run, run_out
 from ..types import Request
 from .errors import CallError, CallModError, NotSupported
@@ -77,8 +77,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Results:
     score = score_of(options.softcap, options.slopes, offset, q.shape[0], q.shape[2])
     mask = options.blocks
     if mask is None:
-        mask = both(_within(options, offset), options.mask)
-    return _run(q, k, v, _then(score, options.score), mask, options)
+        mask = intersection(_within(options, offset), options.mask)
+    return _run(q, k, v, composition(score, options.score), mask, options)
 
 
 def attend_sequences(
@@ -98,9 +98,9 @@ def attend_sequences(
     )
     place, mask = (packed.row, packed.first_q, packed.first_k), packed.mask
     if options.score is not None:
-        score = _then(score, score_in_sequence(options.score, *place))
+        score = composition(score, score_in_sequence(options.score, *place))
     if options.mask is not None:
-        mask = both(mask, mask_in_sequence(options.mask, *place))
+        mask = intersection(mask, mask_in_sequence(options.mask, *place))
     rows = q.shape[:-2]
     in_one_row = lambda x: x.flatten(0, -3)[None]
     out, lse, max_logit = _run(in_one_row(q), in_one_row(k), in_one_row(v), score, mask, options)
@@ -221,18 +221,5 @@ def _within(options: FlashOptions, offset: int) -> MaskFn | None:
     left, right = options.limits
     mask: MaskFn | None = None if right is None else lower_right(offset + right)
     if left is not None:
-        mask = both(mask, Not(lower_right(offset - left - 1)))
-    return both(mask, same_chunk(options.chunk, offset)) if options.chunk else mask
-
-
-def both(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
-    """Return the pairs that two masks keep; None keeps all."""
-    if first is None or second is None:
-        return second if first is None else first
-    return Both(first, second)
-
-
-def _then(first: ScoreFn | None, second: ScoreFn | None) -> ScoreFn | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return Then(first, second)
+        mask = intersection(mask, Not(lower_right(offset - left - 1)))
+    return intersection(mask, same_chunk(options.chunk, offset)) if options.chunk else mask

@@ -9,10 +9,10 @@ from .. import inference
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods import causal as lower_right
-from ..mods.base import value
+from ..mods.base import intersection, value
 from ..nn.rotary import Angles, Rotary
 from .errors import CallError, NotSupported
-from .flash_attend import Results, both, in_dtype_of, same_chunk, side_of, widened
+from .flash_attend import Results, in_dtype_of, same_chunk, side_of, widened
 from .flash_parts import (
     FLASH_2,
     FlashOptions,
@@ -190,9 +190,9 @@ def attend_cache(
     if limits != (None, None):
         mask = lower_right() if limits == (None, 0) else within(*limits)
     if options.chunk:
-        mask = both(mask, same_chunk(options.chunk, 0))
+        mask = intersection(mask, same_chunk(options.chunk, 0))
     if leftpad is not None:
-        mask = both(mask, begins(leftpad))
+        mask = intersection(mask, begins(leftpad))
     score = score_of(options.softcap, options.slopes, 0, lengths.shape[0], q.shape[-2])
     heads_first = (q if cu_q is None else q[None]).transpose(1, 2)
     try:

@@ -1,11 +1,11 @@
 """Sequences in one row of tokens: packed by offsets, or padded rows of which a part is used."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..caches import TensorCache
+from ..caches import TensorCache, stamp_of_numbers
 from ..mods import Mask
 from ..mods.base import value
 from .errors import CallError
@@ -128,14 +128,7 @@ class PackedSequences(NamedTuple):
     first_k: Tensor  # (sequences,)
 
 
-def _stamp(offsets: Tensor) -> Any:
-    """Return the offsets, where reading them waits for nothing or no writes are counted."""
-    if offsets.is_cpu or offsets.is_inference():
-        return offsets.tolist()
-    return offsets._version
-
-
-_known: TensorCache[PackedSequences] = TensorCache(64, _stamp)
+_known: TensorCache[PackedSequences] = TensorCache(64, stamp_of_numbers)
 
 
 def pack(q: Side, k: Side, device: torch.device, limits: Limits, chunk: int) -> PackedSequences:

@@ -11,7 +11,7 @@ from ..autograd import cpu_native_step
 from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, causal
 from ..mods import softcap as capped
-from ..mods.base import Both, MaskFn, Not
+from ..mods.base import Both, MaskFn, Not, ScoreFn
 from ..stability import MaxLogit
 from .hf_mask import AttentionMask, GraphMask
 
@@ -36,7 +36,7 @@ class LayerSoftmax(NamedTuple):
         return record if isinstance(record, MaxLogit) and record.recording else None
 
     def run(
-        self, functions: Any, q: Tensor, k: Tensor, v: Tensor, score: Score | None,
+        self, functions: Any, q: Tensor, k: Tensor, v: Tensor, score: ScoreFn | None,
         mask: MaskFn | None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Return attention by `headway.api` or `headway.inference`, `(b, l, hq, dv)`; record."""
@@ -60,7 +60,7 @@ class LayerSoftmax(NamedTuple):
         return out.transpose(1, 2).contiguous()
 
 
-def step(
+def decode_step(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,7 +92,7 @@ def _cpu_native_step(
     return cpu_native_step(query, key, value, scale, added)
 
 
-def continuous(
+def continuous_batch(
     query: Tensor, key: Tensor, value: Tensor, cache: Any, arguments: dict[str, Any],
     cu_q: Tensor | None, window: int | None, softmax: LayerSoftmax,
 ) -> Tensor:  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..mods import block_table, causal, dense, document, sliding_window
 from ..mods import padding as padded_to
-from ..mods.base import Both, Either, MaskFn, Not, Shifted
+from ..mods.base import Both, Either, MaskFn, Not, Shifted, intersection
 from .hf_mask import GraphMask
 
 
@@ -114,13 +114,6 @@ def of_padding(padding: Tensor) -> MaskFn:
     return dense(padding[:, None, None, :])
 
 
-def joined(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
-    """Return a mask of both; None keeps every pair."""
-    if first is None or second is None:
-        return second if first is None else first
-    return Both(first, second)
-
-
 def of_indices(name: str, indices: Tensor, sizes: tuple[int, ...], size: int) -> MaskFn:
     """Return the mask of chosen blocks of `size` keys, by their numbers `(b, hk or 1, l, k)`.
 
@@ -148,11 +141,11 @@ def graph_mask(
     unpadded = None if padding is None else of_padding(padding)
     # A static cache's counter counts on in place, and masks are made where a layer asks for them.
     at = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
-    later = lambda: joined(_in_graph(fn, shape, at, kv_offset, use_vmap, device), unpadded)
+    later = lambda: intersection(_in_graph(fn, shape, at, kv_offset, use_vmap, device), unpadded)
     if fn is not hf.causal_mask_function or not isinstance(at, Tensor):
         return GraphMask(later, shape)
     lengths = (at + (shape[2] - kv_offset)).to(torch.int32).expand(shape[0]).contiguous()
-    return GraphMask(later, shape, (joined(causal(), unpadded), lengths))
+    return GraphMask(later, shape, (intersection(causal(), unpadded), lengths))
 
 
 def _in_graph(

@@ -25,13 +25,12 @@ from .. import api
 from ..distributed.layout import Layout
 from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, lower_mod
-from ..mods.base import MaskFn, Not, Then
+from ..mods.base import MaskFn, Not, composition, intersection
 from ..mods.evaluation.pointwise import Positions, mask_at
 from . import hf_attention, hf_calls, hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
 from .hf_translate import (
     graph_mask,
-    joined,
     of_indices,
     of_padding,
     only_past,
@@ -197,7 +196,7 @@ class _MaskParts:
 
     def later(self) -> MaskFn | None:
         """Return the mask of queries and keys that begin at 0."""
-        return joined(shift(self.mask, int(self.q_offset), self.kv_offset), self.unpadded)
+        return intersection(shift(self.mask, int(self.q_offset), self.kv_offset), self.unpadded)
 
     def step(self) -> tuple[MaskFn | None, Tensor]:
         """Return the mask for a step over a cache, and how many keys each row has."""
@@ -205,7 +204,7 @@ class _MaskParts:
         lengths = torch.full(
             self.sizes[:1], self.sizes[2] - self.kv_offset, dtype=torch.int32, device=self.device
         )
-        mask = joined(shift(self.mask, self.kv_offset, self.kv_offset), self.unpadded)
+        mask = intersection(shift(self.mask, self.kv_offset, self.kv_offset), self.unpadded)
         return mask, lengths.add_(self.q_offset)
 
     def near(self, tokens: int) -> tuple[int, Tensor | None] | None:
@@ -299,7 +298,7 @@ def attention_forward(
         others |= {"position_bias": position_bias, "seq_idx": seq_idx, "indices": indices}
         _refuse(output_attentions, others | {"block_indices": block_indices})
         arguments = {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}
-        return hf_attention.continuous(
+        return hf_attention.continuous_batch(
             query, key, value, cache, arguments, cu_seq_lens_q, sliding_window, softmax
         ), None  # fmt: skip
     _refuse(output_attentions, kwargs)
@@ -315,7 +314,7 @@ def attention_forward(
         and position_bias is indices is block_indices is None
         and attention_mask.sizes == (query.shape[0], 1, q_len, kv_len)
     ):  # fmt: skip
-        return hf_attention.step(query, key, value, attention_mask, softmax), None
+        return hf_attention.decode_step(query, key, value, attention_mask, softmax), None
     mask, score = _as_mask_and_score(attention_mask, (*query.shape[:3], kv_len))
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
@@ -327,19 +326,20 @@ def attention_forward(
             mask = causal(offset)
     # Over ranks the window is this layer's: one mask may be given to all layers.
     if sliding_window is not None and (attention_mask is None or layout is not None):
-        mask = joined(mask, Not(causal(offset - sliding_window)))
+        mask = intersection(mask, Not(causal(offset - sliding_window)))
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        mask = joined(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
+        mask = intersection(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
     if seq_idx is not None:
-        mask = joined(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
+        mask = intersection(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
     if indices is not None:
-        mask = joined(mask, of_indices("indices", indices[:, None], (*query.shape[:3], kv_len), 1))
+        chosen = of_indices("indices", indices[:, None], (*query.shape[:3], kv_len), 1)
+        mask = intersection(mask, chosen)
     if block_indices is not None:
         size = _block_size(module)
         sizes = (*query.shape[:3], kv_len)
-        mask = joined(mask, of_indices("block_indices", block_indices, sizes, size))
-    score = _then(softmax.score, score)
-    score = _then(score, None if position_bias is None else bias(position_bias))
+        mask = intersection(mask, of_indices("block_indices", block_indices, sizes, size))
+    score = composition(softmax.score, score)
+    score = composition(score, None if position_bias is None else bias(position_bias))
     if type(mask) is causal and position_bias is None is layout:
         key_count = q_len + mask.offset
         if 0 < key_count < kv_len and not torch.compiler.is_compiling():
@@ -348,12 +348,6 @@ def attention_forward(
         api, query, key, value, score, mask, dropout=dropout, deterministic=bool(deterministic),
         layout=layout,
     ), None  # fmt: skip
-
-
-def _then(first: Score | None, second: Score | None) -> Score | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return Then(first, second)
 
 
 def _block_size(module: torch.nn.Module) -> int:

@@ -171,6 +171,20 @@ class Then(Score):
         return f"{show(self.first)} >> {show(self.second)}"
 
 
+def intersection(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
+    """Return the mask of the pairs that two masks keep; None keeps all."""
+    if first is None or second is None:
+        return second if first is None else first
+    return Both(first, second)
+
+
+def composition(first: ScoreFn | None, second: ScoreFn | None) -> ScoreFn | None:
+    """Return the score of two, one after the other; None changes nothing."""
+    if first is None or second is None:
+        return second if first is None else first
+    return Then(first, second)
+
+
 def _show_factor(item: Any) -> str:
     return f"({item!r})" if isinstance(item, Either) else show(item)
 

@@ -62,7 +62,7 @@ def measured_on(device: torch.device) -> str:
         return f"found by headway tune on this model ({folder() / name}.json)"
     shipped = SHIPPED / f"{target}.json"
     if shipped.exists():
-        return f"found by headway tune on {json.loads(shipped.read_text())['card']}"
+        return f"found by headway tune on {_read(shipped)['card']}"
     if target in MEASURED_ON:
         return f"measured on {MEASURED_ON[target]}"
     others = " and ".join(f"{cards} ({name})" for name, cards in MEASURED_ON.items())
