@@ -1,9 +1,9 @@
 """Forward-mode derivatives of a call: out and lse, and how they move along tangents, in one pass.
 
 `torch.func.jvp`, `linearize`, `jacfwd` and `forward_ad.dual_level` give inputs a tangent. Dual
-numbers are taken apart here, above the autograd function (`_Both`), which is differentiable in the
-primal as a plain call is. Where a transform hides the tangents (vmap or grad inside of jvp),
-PyTorch asks an autograd function for them (`_Hidden`).
+numbers are taken apart here, above the autograd function (`_WithTangent`), which is differentiable
+in the primal as a plain call is. Where a transform hides the tangents (vmap or grad inside of jvp),
+PyTorch asks an autograd function for them (`_UnderTransforms`).
 
 Dynamo drops the `jvp` of an autograd function in silence (pytorch/pytorch#192985). In a compiled
 program, duals are taken apart in code that it traces, and the functions are calls in its graph.
@@ -57,7 +57,7 @@ def _refuse_tangent_gradient(what: str) -> Never:
     ))  # fmt: skip
 
 
-class _Both(torch.autograd.Function):
+class _WithTangent(torch.autograd.Function):
     """`autograd._Attention` and its tangent. It saves for the backward what that saves.
 
     `*inputs` are a `_Runner`, the tensors of `_Attention`, and the tangents of q, k, v, sink and
@@ -105,15 +105,15 @@ class _Both(torch.autograd.Function):
         _refuse_tangent_gradient("jvp")
 
 
-class _Alone(torch.autograd.Function):
+class _TangentOnly(torch.autograd.Function):
     """The tangents of out and lse by themselves, of a call whose out is computed. Takes what
-    `_Both` takes."""
+    `_WithTangent` takes."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*inputs):
-        return tuple(_Both.forward(*inputs)[2:4])
+        return tuple(_WithTangent.forward(*inputs)[2:4])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -128,7 +128,7 @@ class _Alone(torch.autograd.Function):
         _refuse_tangent_gradient("jvp")
 
 
-class _Hidden(torch.autograd.Function):
+class _UnderTransforms(torch.autograd.Function):
     """`autograd._Attention` below transforms that hide tangents: it is asked for them."""
 
     generate_vmap_rule = True
@@ -153,7 +153,7 @@ class _Hidden(torch.autograd.Function):
         runner, saved = ctx.runner, ctx.saved_tensors
         tangents = tangents[1:]  # less the runner's
         along = *tangents[:_SINK], *tangents[_CAPTURED : _CAPTURED + runner.score_tensors]
-        results = _Alone.apply(runner, *saved[: ctx.count], *along)
+        results = _TangentOnly.apply(runner, *saved[: ctx.count], *along)
         # A generated rule of vmap forgets which results have no derivative.
         return *results, *[saved[0].new_zeros(x) if under_vmap() else None for x in ctx.others]
 
@@ -166,16 +166,20 @@ def _operators(text: str, inputs: Sequence, captured: int, *numbers: list) -> au
     return autograd.Operators(pair, text, out_dtype, spec.score_tensors, captured, *numbers)
 
 
-def _both(text: str, captured: int, ints: list, floats: list, offsets: list, *inputs: Any) -> tuple:
-    """Return the results of `_Both`, a call in the graph of a compiled program: `text` is the
-    spec's, `captured` the number of captured tensors."""
-    return _Both.apply(_Runner(_operators(text, inputs, captured, ints, floats, offsets)), *inputs)
+def _with_tangent(
+    text: str, captured: int, ints: list, floats: list, offsets: list, *inputs: Any
+) -> tuple:
+    """Return the results of `_WithTangent`, a call in the graph of a compiled program: `text` is
+    the spec's, `captured` the number of captured tensors."""
+    operators = _operators(text, inputs, captured, ints, floats, offsets)
+    return _WithTangent.apply(_Runner(operators), *inputs)
 
 
 def _primal(
     text: str, captured: int, ints: list, floats: list, offsets: list, *inputs: Any
 ) -> tuple:
-    """Return the results of `autograd._Attention`, for a call in a compiled graph as `_both`."""
+    """Return the results of `autograd._Attention`, a call in a compiled graph as `_with_tangent`
+    is."""
     operators = _operators(text, inputs, captured, ints, floats, offsets)
     return autograd._Attention.apply(_Runner(operators), *inputs)
 
@@ -183,7 +187,7 @@ def _primal(
 def _allow_in_graph() -> None:
     """Tell Dynamo, while it traces, to take these functions as they are. (To tell it earlier would
     load it.)"""
-    for function in (_both, _primal):
+    for function in (_with_tangent, _primal):
         torch.compiler.allow_in_graph(function)
 
 
@@ -196,7 +200,7 @@ def attention(spec: Spec, call: Call) -> Forward:
     if is_compiling() and (reason := _why_not_compiled()):
         raise BackendRefused(reason)
     if under_vmap():
-        return _attention_hidden(spec, call, inputs, numbers)
+        return _under_transforms(spec, call, inputs, numbers)
     apart = [None if x is None else forward_ad.unpack_dual(x) for x in inputs]
     along = _of_differentiable([None if x is None else x.tangent for x in apart], spec)
     primal = [None if x is None else x.primal for x in apart]
@@ -206,7 +210,7 @@ def attention(spec: Spec, call: Call) -> Forward:
         lse = forward_ad.make_dual(dual.lse, dual.lse_tangent)
         return Forward(out, lse, dual.max_logit, dual.row_max)
     if not is_compiling():
-        return _attention_hidden(spec, call, inputs, numbers)
+        return _under_transforms(spec, call, inputs, numbers)
     _allow_in_graph()
     return Forward(*_primal(spec.text, *numbers, *primal)[:4])
 
@@ -334,13 +338,13 @@ def _run(spec: Spec, inputs: list[Tensor | None], along: list, numbers: tuple) -
         _allow_in_graph()
     else:
         autograd.copy_unsavable(inputs)
-    out, lse, out_tangent, lse_tangent, max_logit, row_max, _ = _both(
+    out, lse, out_tangent, lse_tangent, max_logit, row_max, _ = _with_tangent(
         spec.text, *numbers, *inputs, *along
     )
     return Dual(out, lse, max_logit, row_max, out_tangent, lse_tangent)
 
 
-def _attention_hidden(
+def _under_transforms(
     spec: Spec, call: Call, inputs: list[Tensor | None], numbers: tuple
 ) -> Forward:
     """Run `attention` where the innermost transform shows no tangents."""
@@ -348,4 +352,4 @@ def _attention_hidden(
         return autograd.attention(spec, call)
     register_flops()
     runner = _Runner(_operators(spec.text, inputs, *numbers))
-    return Forward(*_Hidden.apply(runner, *inputs)[:4])
+    return Forward(*_UnderTransforms.apply(runner, *inputs)[:4])
