@@ -173,9 +173,14 @@ library.impl("draw_seed", _draw_seed, "CompositeImplicitAutograd")
 
 
 def as_promised(q: Tensor, results: Forward) -> Forward:
-    """Return the results of a forward with the strides of its fake."""
+    """Return the results of a forward with the strides of its fake.
+
+    Backends may share one empty tensor for all that was not asked for. Results of an operator may
+    not share memory.
+    """
     out, *stats = results
-    return Forward(exactly_in_order_of(q, out), *[x.contiguous() for x in stats])
+    stats = [x.contiguous() if x.numel() else torch.empty_like(x) for x in stats]
+    return Forward(exactly_in_order_of(q, out), *stats)
 
 
 def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:

@@ -24,8 +24,9 @@ import headway as hw
 from headway.compat import flex
 from headway.errors import ArgumentError
 from headway.mods import lowering
-from headway.operators import flat
+from headway.operators import as_promised, flat
 from headway.resolve import prepare
+from headway.types import Forward
 
 B, HQ, HK, LENGTH, D = 2, 4, 2, 40, 8
 
@@ -598,6 +599,15 @@ def test_opcheck(qkv, backend, kind):
     dout = torch.randn_like(out)
     inputs += (out, lse, dout, (dout * out).sum(-1), [True] * spec.score_tensors)
     torch.library.opcheck(torch.ops.headway.backward.default, inputs, test_utils=checks)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_results_of_an_operator_share_no_memory(rows):
+    """PyTorch refuses it where `CI` is set, also of empty results, which GPU backends share."""
+    out, lse, shared = torch.randn(rows, HQ, 3, 8), torch.randn(rows, HQ, 3), torch.empty(0)
+    results = as_promised(out, Forward(out, lse, shared, shared))
+    assert len({x.untyped_storage()._cdata for x in results}) == 4
+    assert [x.shape for x in results] == [out.shape, lse.shape, (0,), (0,)]
 
 
 # -- modes, threads, copies -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
 from headway.backends.gpu.runtime.call_plan import clear
-from headway.backends.triton import plan
+from headway.backends.triton import main_loop, plan
 from tools.guard_bands import guarded
 from tools.on_gpu import check_on
 
@@ -41,7 +41,7 @@ def test_batch_of_two(case):
 @pytest.mark.parametrize("case", [c for c in CASES if {"long", "mask"} <= {*c.tags}], ids=str)
 def test_runs_of_full_tiles_in_one_loop(case, monkeypatch):
     """As where there are many short ones."""
-    monkeypatch.setattr(schedule, "scattered", lambda *of: True)
+    monkeypatch.setattr(main_loop, "scattered", lambda *of: True)
     clear()
     check_on(case, torch.bfloat16, "cuda")
     clear()
