@@ -18,9 +18,9 @@ def real(*shape: int) -> torch.Tensor:
 
 
 Q, K, V = (real(B, H, L, 4) for _ in range(3))
-T, CUBE, ROW = real(H, L), real(H, 4, L), real(5)
+T, CUBE, ROW, SINGLE = real(H, L), real(H, 4, L), real(5), real(1, L, 1)
 QUERY_ROPE, KEY_ROPE = real(B, H, L, 6), real(B, 1, L, 6)
-LEAVES = Q, K, V, T, CUBE, ROW, QUERY_ROPE, KEY_ROPE
+LEAVES = Q, K, V, T, CUBE, ROW, SINGLE, QUERY_ROPE, KEY_ROPE
 ONE, CHOSEN = torch.tensor(1), torch.tensor([[0, 2], [1, 1], [2, 0]])
 FEW, MANY = torch.linspace(-2, 2, 7), torch.linspace(-3, 3, 100).double()
 EDGES = torch.tensor([0, 1, 3, 3, 5])
@@ -36,6 +36,7 @@ SCORES = {
     "axes": lambda s, b, h, i, j: s + CUBE.permute(2, 0, 1)[j, h, i % 4] + CUBE.unsqueeze(1)[h, 0, 1, j],
     "diagonal": lambda s, b, h, i, j: s + CUBE[0].diagonal()[j % 4] + CUBE.unflatten(2, (2, 3))[h, 0, 1, 2],
     "picked": lambda s, b, h, i, j: s + CUBE[h, [1, 3], j].sum() + CUBE[:, CHOSEN[0], j][h].sum(),
+    "one row": lambda s, b, h, i, j: s + (SINGLE * 2)[b, j, h - h] * SINGLE.detach()[b, i, 0] + (SINGLE + T[None, :, :1].mT)[b, j, h],
     "any": lambda s, b, h, i, j: torch.where((CHOSEN[i // 2] == (j // 2).unsqueeze(-1)).any(-1), s, -s),
     "dot": lambda s, b, h, i, j: s + torch.dot(QUERY_ROPE[b, h, i], KEY_ROPE[b, 0, j]),
     "products": lambda s, b, h, i, j: s + QUERY_ROPE[b, h, i] @ KEY_ROPE[b, 0, j]

@@ -6,7 +6,7 @@ may hold numbers and values of the graph.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -57,22 +57,34 @@ def tables_of(*values: Any) -> frozenset[int]:
     return frozenset().union(*(v.tables for v in values if isinstance(v, Array)))
 
 
-def element(value: Value, index: Index) -> Arg:
-    """Return the element of a value that broadcasts to a longer shape."""
-    if not isinstance(value, Array):
-        return value
-    tail = index[len(index) - len(value.shape) :]
-    if any(n == 1 and isinstance(i, str) for i, n in zip(tail, value.shape, strict=True)):
-        raise IndexRefused("indexes a dimension of length 1 with a value")
-    return value.at(tuple(0 if n == 1 else i for i, n in zip(tail, value.shape, strict=True)))
+def broadcast(values: Iterable[Value]) -> tuple[tuple[int, ...], Callable[[Value, Index], Arg]]:
+    """Return the shape that values broadcast to, and the function from an index of it to an element
+    of one of them."""
+    arrays = [v for v in values if isinstance(v, Array)]
+    shape = tuple(torch.broadcast_shapes(*(a.shape for a in arrays)))
+    # Dimensions from the end in which an array of full length checks an index that is a value.
+    checked = {d for a in arrays if a.tables for d, n in enumerate(a.shape[::-1], 1)
+               if n == shape[-d]}  # fmt: skip
+
+    def element(value: Value, index: Index) -> Arg:
+        if not isinstance(value, Array):
+            return value
+        place: list[Arg] = []
+        for d in range(len(value.shape), 0, -1):
+            repeated = value.shape[-d] != shape[-d]
+            if repeated and isinstance(index[-d], str) and d not in checked:
+                raise IndexRefused("indexes a dimension of length 1 with a value")
+            place.append(0 if repeated else index[-d])
+        return value.at(tuple(place))
+
+    return shape, element
 
 
 def elementwise(fn: Callable[..., Arg], *values: Value) -> Value:
     """Return the array whose elements are `fn` of elements that broadcast."""
-    shapes = [v.shape for v in values if isinstance(v, Array)]
-    if not shapes:
+    if not any(isinstance(v, Array) for v in values):
         return fn(*values)
-    shape = tuple(torch.broadcast_shapes(*shapes))
+    shape, element = broadcast(values)
     by_index: dict[Index, Arg] = {}
 
     def at(index: Index) -> Arg:
@@ -263,7 +275,7 @@ def indexed(source: Array, items: list[Any], emit: Emit) -> Array:
     view = affine(source, tuple(shape), axes, emit)
     if not arrays:
         return view
-    common = tuple(torch.broadcast_shapes(*(a.shape for a in arrays.values())))
+    common, element = broadcast(arrays.values())
     dims = sorted(arrays)
     first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     rest = [n for d, n in enumerate(shape) if d not in arrays]

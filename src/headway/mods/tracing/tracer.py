@@ -154,16 +154,14 @@ class Tracer(TorchDispatchMode):
     def call(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch's.
 
-        A captured 0-d tensor that a transform wrapped, or that may have a tangent, is replaced by a
+        A captured tensor that a transform wrapped, or that may have a tangent, is replaced by a
         symbol: no transform is active while we trace, so the dispatcher would unwrap it.
         """
         # By id. Asking whether a tensor has a tangent would be an op of its own.
         symbols = {
-            id(arg): self.symbol_of_number(arg)
+            id(arg): self.symbol_of_captured(arg)
             for arg in flatten_arguments(args, kwargs)
-            if self.is_captured(arg)
-            and (is_wrapped(arg) or forward_ad._current_level >= 0)
-            and arg.dim() == 0
+            if self.is_captured(arg) and (is_wrapped(arg) or forward_ad._current_level >= 0)
         }
         if not symbols:
             return func(*args, **kwargs)
@@ -179,6 +177,15 @@ class Tracer(TorchDispatchMode):
         if any(isinstance(arg, Tensor) for arg in flatten_arguments((result,), {})):
             return result
         return func(*args, **kwargs)  # a property of the tensor, or its value
+
+    def symbol_of_captured(self, tensor: Tensor) -> Tensor:
+        """Return a symbol of a captured tensor, of all its elements."""
+        if not tensor.dim():
+            return self.symbol_of_number(tensor)
+        symbol = self.symbol(self.array(tensor), tensor.dtype)
+        if self.gradients and tensor.is_floating_point():
+            symbol.requires_grad_()
+        return symbol
 
     def symbol_of_number(self, tensor: Tensor) -> Tensor:
         """Return the symbol of a captured 0-d tensor."""
