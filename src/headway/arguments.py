@@ -20,7 +20,17 @@ from .mods.base import Both, Either, Mod, Not, Then
 from .mods.suggest import suggestion
 from .operators import draw_seed_op
 from .surroundings import requires_grad
-from .types import KV, Coords, as_bool, as_int, as_real, constant_under_compile, fixed, surely
+from .types import (
+    FLOAT8,
+    KV,
+    Coords,
+    as_bool,
+    as_int,
+    as_real,
+    constant_under_compile,
+    fixed,
+    surely,
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -281,10 +291,10 @@ def check_cache(q: Any, k: Any, v: Any, kv: KV) -> None:
         if x.dim() != 4:
             raise ArgumentError(f"{name} must be {axes}, got {shown(x)}")
     check_dtype(q.dtype)
-    if k.dtype != v.dtype or k.dtype not in (q.dtype, torch.float8_e4m3fn):
+    if k.dtype != v.dtype or k.dtype not in (q.dtype, *FLOAT8):
         raise ArgumentError(
-            f"k and v must have q's dtype, or be float8_e4m3fn, got q {q.dtype}, k {k.dtype}, "
-            f"v {v.dtype}; convert q with .to(), or make the cache in that dtype"
+            f"k and v must have q's dtype, or be float8_e4m3fn or float8_e5m2, got q {q.dtype}, "
+            f"k {k.dtype}, v {v.dtype}; convert q with .to(), or make the cache in that dtype"
         )
     rows = _rows(q, kv)
     _check_ints("lengths", kv.lengths, (rows,), "(b,)", q.device)

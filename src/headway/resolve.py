@@ -46,6 +46,7 @@ from .mods.library.constants import to_device_cached
 from .mods.lowering import Lowered
 from .surroundings import requires_grad
 from .types import (
+    FLOAT8,
     KV,
     WHOLE,
     Captured,
@@ -123,7 +124,7 @@ def _autocast(request: Request) -> Request:
         return request._replace(q=q, k=k, v=v)
     if not isinstance(k, Tensor) or q.dtype == torch.float64:
         return request
-    return request._replace(q=q.to(dtype if k.dtype == torch.float8_e4m3fn else k.dtype))
+    return request._replace(q=q.to(dtype if k.dtype in FLOAT8 else k.dtype))
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -319,6 +319,9 @@ class Coords(NamedTuple):
 WHOLE = Coords()
 
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches
+
+
 class KV(NamedTuple):
     """A KV cache: how many keys every row of the batch has, and where they are.
 
@@ -330,7 +333,7 @@ class KV(NamedTuple):
 
     lengths: Tensor  # (b,) int32 on q's device: keys of every row; the host never reads it
     # (b, max_pages) int32: k and v are then pages, (pages, hk, page, d), and key j of a row lies on
-    # page page_table[b, j // page]. Entries after a row's last page may hold anything.
+    # page page_table[b, j // page]. Entries of pages that no query sees may hold anything.
     page_table: Tensor | None = None
     # (b + 1,) int32: q is packed, (1, hq, tokens, d), and row r has cu_q[r]:cu_q[r + 1].
     cu_q: Tensor | None = None

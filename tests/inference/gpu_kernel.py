@@ -12,7 +12,7 @@ from headway import inference
 from .gather import Caches, by_rows, caches
 
 LENGTHS = [0, 1, 7, 8, 9, 150]  # pages are of 8
-E4M3 = torch.float8_e4m3fn
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def off(made: Any, right: Any) -> float:
@@ -159,12 +159,12 @@ def packed(dtype: torch.dtype, device: str = "cpu") -> float:
     return worst
 
 
-def float8(dtype: torch.dtype, device: str = "cpu") -> float:
+def float8(dtype: torch.dtype, device: str = "cpu", stored: torch.dtype = E4M3) -> float:
     """A cache of one byte per number, with scales for every row and head."""
     c = caches([300, 17], 4, 2, page=64, d=16)
     k_scale, v_scale = torch.rand(2, 2) + 0.5, torch.rand(2) + 0.5
-    eight = c._replace(q=c.q.to(dtype), k=c.k.to(E4M3), v=c.v.to(E4M3))
-    scaled = lambda x, s: [y.to(E4M3).float() * s[n][:, None, None] for n, y in enumerate(x)]
+    eight = c._replace(q=c.q.to(dtype), k=c.k.to(stored), v=c.v.to(stored))
+    scaled = lambda x, s: [y.to(stored).float() * s[n][:, None, None] for n, y in enumerate(x)]
     right = by_rows(c._replace(
         q=eight.q.float(), keys=scaled(c.keys, k_scale),
         values=scaled(c.values, v_scale.expand(2, 2)),

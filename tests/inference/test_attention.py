@@ -10,6 +10,7 @@ import headway as hw
 from cases import CASES, problem
 from headway import inference
 from headway.errors import ArgumentError
+from headway.types import FLOAT8
 
 from .gather import Caches, by_rows, caches, paged
 
@@ -130,9 +131,10 @@ def test_heads_last_is_a_view():
     )
 
 
-def test_float8_with_scales():
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_with_scales(dtype):
     c = caches([9, 40, 0], 4, 2, page=8)
-    k8, v8 = (x.nan_to_num(0.0).to(torch.float8_e4m3fn) for x in (c.k, c.v))
+    k8, v8 = (x.nan_to_num(0.0).to(dtype) for x in (c.k, c.v))
     scales = torch.tensor(0.5), torch.rand(2) + 0.5, torch.rand(3, 2) + 0.5
     for scale in scales:
         by_row = scale.expand(3, 2)

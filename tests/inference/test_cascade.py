@@ -45,7 +45,7 @@ def a_level(draw: Draw, b: int, shared: bool, dtype: torch.dtype) -> tuple[Level
     groups, capacity = draw.int(1, 3) if shared else b, draw.int(1, 6) * PAGE
     k, v = (draw.normal(groups, HK, capacity, D).to(dtype) for _ in range(2))
     lengths = draw.ints(capacity, groups)
-    rows = draw.ints(groups - 1, b) if shared else None
+    rows = draw.ints(groups, b) - 1 if shared else None  # -1: no keys of this level
     scales = [
         draw.one_of(None, *[draw.normal(*shape).exp() for shape in ((), (HK,), (groups, HK))])
         for _ in range(2)
@@ -53,7 +53,7 @@ def a_level(draw: Draw, b: int, shared: bool, dtype: torch.dtype) -> tuple[Level
     of_rows = []
     for row in range(b):
         group = int(rows[row]) if shared else row
-        length = int(lengths[group])
+        length = int(lengths[group]) if group >= 0 else 0
         of_rows.append([
             x[group, :, :length].double()
             * (1 if scale is None else scale.double().expand(groups, HK)[group][:, None, None])
@@ -88,7 +88,11 @@ def user_score(s, b, h, i, j):
 @pytest.mark.parametrize("seed", range(24))
 def test_a_cascade_is_attention_over_all_levels(seed):
     draw = Draw(seed)
-    b, packed, dtype = draw.int(1, 4), seed % 2, draw.one_of(torch.float32, torch.float8_e4m3fn)
+    b, packed, dtype = (
+        draw.int(1, 4),
+        seed % 2,
+        draw.one_of(torch.float32, torch.float8_e4m3fn, torch.float8_e5m2),
+    )
     shared = [bool(draw.int(0, 1)) for _ in range(draw.int(0, 2))]
     levels, of_levels = zip(*(a_level(draw, b, x, dtype) for x in (*shared, False)), strict=True)
     score = draw.one_of(None, user_score, hw.alibi(HQ), hw.softcap(3.0))
@@ -147,6 +151,13 @@ def test_what_does_not_go_together_is_refused():
     ):
         with pytest.raises(ArgumentError, match=words):
             inference.cascade(q, [level], **options)
+    for rows, words in (
+        ([0, 2], "its 2 groups, or -1 for none, got 0 to 2"),
+        ([-2, 0], "got -2 to 0"),
+    ):
+        shared = level._replace(rows=torch.tensor(rows, dtype=torch.int32))
+        with pytest.raises(ArgumentError, match=words):
+            inference.cascade(draw.normal(2, HQ, 1, D), [shared, level])
     for cascade in (inference.cascade, inference.cascade_with_stats):
         with pytest.raises(ArgumentError, match="k_scale must be a float tensor"):
             cascade(draw.normal(2, HQ, 1, D), [level._replace(k_scale=torch.ones(7))])

@@ -19,7 +19,7 @@ from .gather import by_rows, caches
 SHAPES = {
     "masks and scores": kernel.masks_and_scores, "block masks": kernel.block_masks,
     "strides": kernel.strides,
-    "packed": kernel.packed, "float8": kernel.float8, "lengths change": kernel.lengths_change,
+    "packed": kernel.packed, "float8": kernel.float8, "float8 e5m2": partial(kernel.float8, stored=kernel.E5M2), "lengths change": kernel.lengths_change,
     "placement": kernel.placement,
     **{f"groups of {n}": partial(kernel.groups, n) for n in (1, 5, 7, 8, 20, 40)},
     **{f"latent, {n} heads": partial(kernel.latent, n) for n in (3, 16, 40, 128)},

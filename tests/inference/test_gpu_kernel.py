@@ -3,6 +3,7 @@ GPU. `long/emulated.py` runs all cases for all GPUs."""
 
 import json
 import os
+import random
 import subprocess
 import sys
 from functools import partial
@@ -21,6 +22,7 @@ if find_spec("triton") is None:
 from triton.runtime.jit import JITFunction
 
 import headway as hw
+from graphs import recording
 from headway import backends, inference
 from headway.backends import triton as backend
 from headway.backends.base import Call, CapabilityKey, capability_key
@@ -28,13 +30,15 @@ from headway.backends.gpu.inference import plan
 from headway.backends.gpu.inference.block_lists import key_block_lists
 from headway.backends.gpu.runtime.launcher import KernelLauncher
 from headway.blocks import Tiles
+from headway.inference import slots
 from headway.resolve import resolve
 from headway.types import KV, Captured, Coords, Request, Spec
 from tools.compile_triton import _resources, compiling
 from tools.emulator.launch import emulating
 
 from . import gpu_kernel as kernel
-from .gather import caches
+from .engines import ENGINES, WINDOWS
+from .gather import by_rows, caches
 
 
 def test_interpreted():
@@ -53,6 +57,7 @@ CASES = [
     pytest.param("sm_100", partial(kernel.masks_and_scores, some=slice(1)), id="pages"),
     pytest.param("sm_90", partial(kernel.block_masks, some=slice(0, 4, 3)), id="block masks"),
     pytest.param("sm_80", kernel.float8, id="float8"),
+    pytest.param("sm_90", partial(kernel.float8, stored=kernel.E5M2), id="float8 e5m2"),
     pytest.param("sm_90", kernel.packed, id="packed"),
     pytest.param("sm_90", partial(kernel.latent, 40), id="latent"),
 ]
@@ -63,6 +68,43 @@ def test_compiled(target, case):
     with emulating(target, backend) as ran:
         assert case(dtype=torch.bfloat16) < 0.01
     assert {*ran} == {"infer"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_of_an_engine_is_replayed(engine):
+    """The whole step is captured, and every replay is right for what the buffers hold by then."""
+    mask, width = WINDOWS["window"]
+    serving = ENGINES[engine]("cpu", torch.float32, width)
+    serving.draw(0)
+    with (
+        emulating("sm_90", backend),
+        mock.patch.object(slots, "host_can_read", return_value=False),  # as in a capture
+    ):
+        with recording() as graph:
+            serving.step(mask, backend="triton")
+        for seed in (0, 1, 2):
+            serving.draw(seed)
+            graph.replay()
+            made = serving.output.double()
+            torch.testing.assert_close(made, serving.expected(), atol=2e-3, rtol=2e-3)
+
+
+def test_drafts_change_under_a_graph():
+    """The mask of a tree is made in the graph, from the parents that it finds."""
+    c = caches([20, 9], 4, 2, q_len=6, page=8)
+    draw = lambda: torch.tensor([[random.randrange(-1, n) for n in range(6)] for _ in range(2)])
+    parents = draw()
+    run = lambda: kernel.run(c, None, hw.tree(parents, c.lengths - 6))
+    with (
+        emulating("sm_90", backend),
+        mock.patch("headway.mods.library.checks.host_can_read", return_value=False),
+    ):
+        with recording() as graph:
+            made = run()
+        for _ in range(2):
+            parents.copy_(draw())
+            graph.replay()
+            assert kernel.off(made, by_rows(c, None, hw.tree(parents, c.lengths - 6))) < 2e-3
 
 
 def test_nothing_is_made_for_a_length():

@@ -31,7 +31,7 @@ def test_threads_that_meet_too_little_shared_memory_all_use_the_next_config(monk
     monkeypatch.setattr(plans.Plan, "configure", configure)
     plan = plans.Plan.__new__(plans.Plan)
     vars(plan).update(
-        configs=(None, None), constants={"decode_e4m3": False}, device=torch.device("cpu"),
+        configs=(None, None), constants={"byte_format": None}, device=torch.device("cpu"),
         spec=SimpleNamespace(tiles=None), partial_size=3, d=16, dv=16, tile_rows=16,
     )  # fmt: skip
     plan.configured = plan.configure(0)

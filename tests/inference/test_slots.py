@@ -7,6 +7,7 @@ from torch import Tensor
 import headway as hw
 from headway import inference
 from headway.errors import ArgumentError
+from headway.types import FLOAT8
 
 PAGES, HK, PAGE, D, DV = 5, 2, 4, 8, 6
 
@@ -33,7 +34,7 @@ def looped(new: Tensor, cache: Tensor, slots: list[int], scale: Tensor | None) -
     return cache
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FLOAT8], ids=str)
 @pytest.mark.parametrize("layout", ["heads first", "pages first", "tokens"])
 def test_slots(layout, dtype):
     for tokens in (0, 1, 7):
@@ -41,7 +42,7 @@ def test_slots(layout, dtype):
         k, v = (torch.randn(tokens, HK, x.shape[3]) for x in (k_cache, v_cache))
         slots = torch.randperm(PAGES * PAGE)[:tokens] - 2  # some are -1, and so skipped
         slots = slots.clamp(min=-1).int()
-        scale = torch.tensor([0.5, 2.0]) if dtype == torch.float8_e4m3fn else None
+        scale = torch.tensor([0.5, 2.0]) if dtype in FLOAT8 else None
         right = [
             looped(x, cache, slots.tolist(), scale).to(dtype)
             for x, cache in ((k, k_cache), (v, v_cache))
@@ -49,6 +50,16 @@ def test_slots(layout, dtype):
         inference.write(k, v, k_cache, v_cache, slots, k_scale=scale, v_scale=scale)
         for made, expected in zip((k_cache, v_cache), right, strict=True):
             assert torch.equal(made.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_float8_is_clamped_to_its_range(dtype):
+    cache = torch.zeros(1, 1, 4, 1).to(dtype)
+    new = torch.tensor([1e6, -1e6, torch.inf, torch.nan]).view(4, 1, 1)
+    inference.write(new, new, cache, cache.clone(), torch.arange(4))
+    largest = torch.finfo(dtype).max
+    right = torch.tensor([largest, -largest, largest, torch.nan])
+    torch.testing.assert_close(cache.float().flatten(), right, equal_nan=True)
 
 
 def test_tokens_that_are_all_skipped_write_nothing():

@@ -76,7 +76,7 @@ def infer(spec: Spec, call: Call) -> Forward:
         filled((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
         filled(shape if spec.row_max else (0,), -math.inf, acc),
     )
-    for row, q_row, queries, length in rows_of(call):
+    for row, q_row, queries, length in rows_of(spec, call):
         q_len = queries.stop - queries.start
         row_call = call.replace(
             q=call.q[q_row : q_row + 1, :, queries],
@@ -106,7 +106,10 @@ def _row_keys(cache: Tensor, scale: Tensor | None, kv: KV, row: int, length: int
     else:
         page_len = cache.shape[2]
         page_ids = kv.page_table[row, : -(-length // page_len)].long()
-        row_keys = cache[page_ids].transpose(0, 1).flatten(1, 2)[:, :length].double()
+        missing = (page_ids < 0) | (page_ids >= len(cache))  # of keys that nobody sees
+        pages = cache[page_ids.masked_fill(missing, 0)].double()
+        pages = pages.masked_fill(missing[:, None, None, None], 0)
+        row_keys = pages.transpose(0, 1).flatten(1, 2)[:, :length]
     return (row_keys if scale is None else row_keys * scale[row].double()[:, None, None])[None]
 
 

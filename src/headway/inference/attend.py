@@ -50,12 +50,14 @@ def attention(
       chunks of prompts in one call. Tokens from `cu_q[-1]` on belong to no row and get 0.
     - `k`, `v`: a cache with room for `capacity` keys per row, `(b, hk, capacity, ·)`, or pages,
       `(pages, hk, page, ·)`. Any strides work: a layout with heads last is a view. The dtype is q's
-      or `float8_e4m3fn`. `v` may be a view of k's first columns, which are then read once (MLA).
+      or float8 (e4m3fn or e5m2). `v` may be a view of k's first columns, which are then read once
+      (MLA).
     - `lengths`: the number of keys per row, 0 to capacity. On the CPU a number outside of that
       range is an error. Elsewhere it is clamped.
     - `page_table`: the pages of every row, in order. Key j is on page `page_table[b, j // page]`.
-      Entries after a row's last page may hold anything. On the CPU an invalid page is an error.
-      Elsewhere its keys are masked out.
+      Entries after a row's last page may hold anything, and so may entries of keys that no query of
+      the row attends to, such as -1 before a window. If a query attends to a key of an entry that
+      names no page, that is an error on the CPU. Elsewhere the key is masked out.
     - `cu_q`, `max_q`: row r has the queries `cu_q[r]:cu_q[r + 1]`, at most `max_q` of them.
     - `score`, `mask`, `scale`, `sink`, `backend`: as in `headway.attention`. `causal(n)` with n > 0
       is refused, since positions are global. A block mask covers capacity × capacity positions. If

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..arguments import DTYPES, count_of, shown
 from ..errors import ArgumentError, CacheFull
-from ..types import as_int
+from ..types import FLOAT8, as_int
 from .slots import as_stored
 from .step import Reservation, check_offsets, may_be_replayed
 
@@ -261,9 +261,10 @@ def _listed(call: str, name: str, items: Any) -> list:
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in (*DTYPES, torch.float8_e4m3fn):
+    if dtype not in (*DTYPES, *FLOAT8):
         raise ArgumentError(
-            f"dtype={dtype}: a cache is of float32, bfloat16, float16, float64 or float8_e4m3fn"
+            f"dtype={dtype}: a cache is of float32, bfloat16, float16, float64, float8_e4m3fn or "
+            "float8_e5m2"
         )
 
 

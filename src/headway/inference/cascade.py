@@ -13,7 +13,9 @@ from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import Mask, MaskFn, Score, ScoreFn, value
 from ..mods.library.packed import KeptLogit
+from ..packed import modes
 from ..run import run
+from ..surroundings import host_can_read
 from ..types import AttentionOutput, Forward, Request
 from .attend import cache_of
 from .step import check_offsets
@@ -24,7 +26,8 @@ class Level(NamedTuple):
 
     - `k`, `v`, `lengths`, `page_table`, `k_scale`, `v_scale`: a cache of groups, as `attention`
       takes one of rows.
-    - `rows`: `(b,)` int32, the group whose keys a row reads; None where every row has its own.
+    - `rows`: `(b,)` int32, the group whose keys a row reads, or -1 for none; None where every row
+      has its own. Another number is an error on the CPU, and none elsewhere.
     """
 
     k: Tensor
@@ -173,7 +176,9 @@ class _Queries(NamedTuple):
         which their tokens were taken."""
         groups, rows = level.lengths.shape[0], level.rows
         assert rows is not None
-        group = torch.where(self.row < len(rows), rows[self.row.clamp(max=len(rows) - 1)], groups)
+        rows = torch.cat((rows, rows.new_full((1,), -1)))  # of tokens of no row
+        group = rows[self.row]
+        group = torch.where((group >= 0) & (group < groups), group, groups)
         order = group.argsort(stable=True)
         edges = torch.arange(groups + 1, dtype=group.dtype, device=group.device)
         ends = torch.searchsorted(group[order], edges).to(torch.int32)
@@ -254,7 +259,21 @@ def _of_rows(level: Level, b: int) -> Tensor:
     if level.rows is not None:
         if tuple(level.rows.shape) != (b,) or level.rows.dtype != torch.int32:
             raise ArgumentError(f"rows of a level must be int32 (b,), got {shown(level.rows)}")
-        return lengths[level.rows.long()]
+        rows, groups = level.rows.long(), len(lengths)
+        if rows.device != lengths.device:
+            raise ArgumentError(
+                f"rows of a level are on {rows.device}, its lengths on {lengths.device}; keep them "
+                "there: a copy waits for the device"
+            )
+        if rows.is_cpu and host_can_read(rows) and b and not modes():
+            low, high = (int(n) for n in rows.aminmax())
+            if low < -1 or high >= groups:
+                raise ArgumentError(
+                    f"rows of a level are numbers of its {groups} groups, or -1 for none, got "
+                    f"{low} to {high}"
+                )
+        lengths = torch.cat((lengths, lengths.new_zeros(1)))  # of a row without a group
+        return lengths[torch.where((rows >= 0) & (rows < groups), rows, groups)]
     if tuple(lengths.shape) != (b,):
         raise ArgumentError(
             f"a level without rows has one length for each of {b} rows, got {shown(level.lengths)}"

@@ -8,8 +8,7 @@ from torch import Tensor
 from ..arguments import DTYPES, shown
 from ..errors import ArgumentError
 from ..surroundings import host_can_read
-
-_LARGEST = 448.0  # float8_e4m3fn has no larger number, and no infinity
+from ..types import FLOAT8
 
 
 def write(
@@ -30,7 +29,7 @@ def write(
     **Arguments:**
 
     - `k`, `v`: `(tokens, hk, d)` and `(tokens, hk, dv)`, converted to the cache's dtype; for
-      `float8_e4m3fn` clamped to its range.
+      float8 clamped to its range.
     - `k_cache`, `v_cache`: `(pages, hk, page, ·)` as `inference.attention` takes them, with any
       strides: an engine's `(pages, page, hk, ·)` is a view, `.transpose(1, 2)`.
     - `slot_mapping`: int32 or int64 `(tokens,)`. A slot outside of the cache is an error on the
@@ -83,8 +82,9 @@ def as_stored(new: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     them."""
     if scale is not None:
         new = new / scale.to(new.dtype)
-    if dtype == torch.float8_e4m3fn:
-        new = new.clamp(-_LARGEST, _LARGEST)
+    if dtype in FLOAT8:
+        largest = torch.finfo(dtype).max
+        new = new.clamp(-largest, largest)
     return new.to(dtype)
 
 
@@ -106,9 +106,9 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> Non
             raise ArgumentError(
                 f"{name}_cache must be (pages, hk, page, width), got {shown(cache)}"
             )
-        if cache.dtype not in (*DTYPES, torch.float8_e4m3fn):
+        if cache.dtype not in (*DTYPES, *FLOAT8):
             raise ArgumentError(
-                f"{name}_cache is {cache.dtype}; use a float dtype or float8_e4m3fn"
+                f"{name}_cache is {cache.dtype}; use a float dtype, float8_e4m3fn or float8_e5m2"
             )
         if is_expanded(cache):
             raise ArgumentError(

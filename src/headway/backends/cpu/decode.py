@@ -57,7 +57,7 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 def infer(spec: Spec, call: Call) -> Forward:
     """Return the results of a call over a cache. A row of many queries becomes its own call."""
-    return _DecodeCall(spec, call, rows_of(call)).run()
+    return _DecodeCall(spec, call, rows_of(spec, call)).run()
 
 
 class _Results(NamedTuple):

@@ -61,13 +61,16 @@ class KeyReader:
         """Return `(rows, heads, keys, width)`, copied from pages `(pages, heads, page, width)`."""
         dtype, (page_count, hk, page_len, width) = cache.dtype, cache.shape
         scratch_key = "pages", cache is self.call.v
-        if dtype == torch.float8_e4m3fn:  # PyTorch has no index_select of float8
+        if dtype.itemsize == 1:  # PyTorch has no index_select of float8
             cache = cache.view(torch.uint8)
         first_page = keys.start // page_len
         page_table = self.kv.page_table  # type: ignore[union-attr]
         page_ids = page_table[rows, first_page : -(-keys.stop // page_len)].long()  # type: ignore[index]
-        if len(page_ids) > 1:  # entries after the last page of a shorter row may be anything
-            page_ids = page_ids.clamp(0, page_count - 1)
+        missing = None  # entries of pages that nobody sees may be anything
+        low, high = (int(n) for n in page_ids.aminmax()) if page_ids.numel() else (0, 0)
+        if low < 0 or high >= page_count:
+            missing = (page_ids < 0) | (page_ids >= page_count)
+            page_ids = page_ids.masked_fill(missing, 0)
         head_ids = torch.arange(heads.start, heads.stop, device="cpu")[:, None]
         shape = len(page_ids), len(head_ids), page_ids.shape[1] * page_len, width
         if cache.is_contiguous():  # one head of a page is contiguous
@@ -81,6 +84,9 @@ class KeyReader:
         block = self._scratch(scratch_key, shape, cache.dtype)
         out = block.view(source_ids.numel(), sources.shape[1])
         torch.index_select(sources, 0, source_ids.flatten(), out=out)
+        if missing is not None:  # no numbers of other rows, which may be NaN
+            by_page = block.view(*shape[:2], -1, page_len * width)
+            by_page.masked_fill_(missing[:, None, :, None], 0)
         return block.view(dtype)[
             :, :, keys.start - first_page * page_len : keys.stop - first_page * page_len
         ]

@@ -59,8 +59,12 @@ def set_int(mask: Mask, name: str, minimum: int | None) -> None:
 
 
 def check_parents(parents: Tensor, node: Tensor) -> None:
-    """Refuse a parent that does not come before its children."""
-    if not host_can_read(parents) or not (out_of_order := parents >= node).any():
+    """Refuse a parent that does not come before its children, on the CPU."""
+    if (
+        not parents.is_cpu
+        or not host_can_read(parents)
+        or not (out_of_order := parents >= node).any()
+    ):
         return
     index = tuple(out_of_order.nonzero()[0].tolist())
     raise ArgumentError(

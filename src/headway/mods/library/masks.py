@@ -321,7 +321,9 @@ class tree(Mask):
     -1 if it has none. A parent comes before its children. Node n is at position `start + n`. The
     tree begins at `start`, a number, a 0-d int tensor or `(batch,)`: `lengths - nodes` for drafts
     at the end of a cache. Positions before the tree are causal, positions after it attend to
-    nothing. `parents` is read when you create the mask, `start` at every call.
+    nothing. `parents` is read when you create the mask, `start` at every call. On a GPU nothing
+    waits for the device: create the mask inside of a CUDA graph, and you may write other drafts to
+    `parents` before a replay. A parent that comes later then counts as none.
 
     ```python
     import torch
@@ -353,13 +355,16 @@ class tree(Mask):
         nodes = parents.shape[-1]
         node = torch.arange(nodes, device=parents.device)
         check_parents(parents, node)
-        is_ancestor = node[:, None] == node  # every node sees itself
-        is_ancestor = is_ancestor.expand(*parents.shape, nodes)
-        ancestor = parents.long()
-        for _ in range(nodes - 1):  # one step up the tree; a root stays without a parent
-            is_ancestor = is_ancestor | ((ancestor[..., None] == node) & (ancestor >= 0)[..., None])
-            grandparent = parents.long().gather(-1, ancestor.clamp(0))
-            ancestor = torch.where(ancestor >= 0, grandparent, -1)
+        # One more node, above all roots, is above itself and seen by nobody.
+        has_parent = (parents >= 0) & (parents < node)
+        above = torch.where(has_parent, parents.long(), nodes)
+        above = torch.cat((above, torch.full_like(above[..., :1], nodes)), -1)
+        is_ancestor = torch.eye(nodes + 1, nodes, dtype=torch.bool, device=parents.device)
+        is_ancestor = is_ancestor.expand(*above.shape, nodes)  # every node sees itself
+        for _ in range((nodes - 1).bit_length()):  # twice as far up every time
+            of_above = is_ancestor.gather(-2, above[..., None].expand_as(is_ancestor))
+            is_ancestor, above = is_ancestor | of_above, above.gather(-1, above)
+        is_ancestor = is_ancestor[..., :nodes, :]
         object.__setattr__(self, "_ancestors", is_ancestor.contiguous())
         object.__setattr__(self, "_nodes", nodes)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....types import Forward, Spec
+from ....types import FLOAT8, Forward, Spec
 from ...base import Call, CapabilityKey
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -22,16 +22,17 @@ MAX_PLAIN_QUERIES = 64  # of a group, in plain calls
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """Return the reasons why it cannot run a call. It takes float32, bfloat16 and float16, over
-    caches of that dtype or of float8_e4m3fn, up to a width of 576."""
+    caches of that dtype or of float8, up to a width of 576."""
     reasons = []
     if kind.dtype not in DTYPES:
         reasons.append(
             f"{kind.dtype} is not among float32, bfloat16 and float16: convert with .to(), or use "
             "backend='reference'"
         )
-    if kind.kv_dtype not in (None, torch.float8_e4m3fn):
+    if kind.kv_dtype not in (None, *FLOAT8):
         reasons.append(
-            f"a cache of {kind.kv_dtype} and q of {kind.dtype}: it takes q's dtype or float8_e4m3fn"
+            f"a cache of {kind.kv_dtype} and q of {kind.dtype}: it takes q's dtype, "
+            "float8_e4m3fn or float8_e5m2"
         )
     if max(kind.d, kind.dv) > WIDEST:
         reasons.append(f"widths d = {kind.d}, dv = {kind.dv}: at most {WIDEST} fit in registers")

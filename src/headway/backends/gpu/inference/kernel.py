@@ -63,7 +63,7 @@ class DecodeConfig:
     k_row_stride: Any
     v_row_stride: Any
     v_in_k: Any  # whether v is the first piece of k
-    decode_e4m3: Any  # whether k and v are e4m3 numbers as bytes, which the GPU cannot convert
+    byte_format: Any  # "e4m3" or "e5m2": k and v are such numbers as bytes; else None
     min_blocks: Any  # blocks that a CTA has at least, if there are as many
     merged_at_once: Any  # partial results that are added together
 
@@ -322,7 +322,9 @@ def in_dtype(x, dtype: tl.constexpr, CONFIG: tl.constexpr):
 
 @triton.jit
 def _in_dtype(x, dtype: tl.constexpr, CONFIG: tl.constexpr):
-    if CONFIG.decode_e4m3:
+    if CONFIG.byte_format == "e5m2":  # the upper half of a float16
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
+    elif CONFIG.byte_format == "e4m3":
         # An e4m3 number has the bits of a float16 with a shorter fraction and 2^-8 of its value.
         # NaN has all bits set.
         bits = x.to(tl.uint16)

@@ -38,7 +38,6 @@ from .kernel import DecodeConfig, Pointers
 from .work import CachePointers, DecodeSizes, Offsets
 
 _SOURCES = maths, tiles, softmax, work, merge, kernel
-_E4M3 = torch.float8_e4m3fn
 _INT32_LIMIT = 1 << 29  # of n: a kernel gets 4 n + 2 (`call_plan.unspecialized`) in 32 bits
 _LISTS_AT = DecodeSizes._fields.index("list_tiles")
 _NO_CACHE = KV(None)  # type: ignore[arg-type]  # of a call whose k and v are plain tensors
@@ -159,7 +158,7 @@ class Plan:
             "d": _width(self.d), "dv": _width(self.dv), "page_keys": layout.page_keys,
             "q_unit": layout.q_unit, "kv_unit": layout.kv_unit,
             "k_row_stride": k.stride(2), "v_row_stride": v.stride(2), "v_in_k": layout.v_in_k,
-            "decode_e4m3": k.dtype == _E4M3 and not _converts_e4m3(),
+            "byte_format": _byte_format(k.dtype),
             "merged_at_once": max(1, min(8, 8192 // (self.tile_rows * sum(dv_pieces)))),
         }  # fmt: skip
         self.mask_ints = len(call.captured.ints) - spec.score_ints
@@ -200,7 +199,7 @@ class Plan:
         A GPU with too little shared memory for a config gets the next one.
         """
         k, v, kv = call.k, call.v, call.kv or _NO_CACHE
-        if self.constants["decode_e4m3"]:
+        if self.constants["byte_format"]:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         captured = [readable(tensor, self.device) for tensor in call.captured.tensors]
         counters = zeroed_counter(self.device)
@@ -279,13 +278,14 @@ def _cuda_target() -> Any:
     return target if target is not None and target.backend == "cuda" else None
 
 
-def _converts_e4m3() -> bool:
-    """Return True if Triton converts e4m3 numbers: from compute capability 8.9 on, and in the
-    interpreter."""
-    if triton.knobs.runtime.interpret:
-        return True
-    target = _cuda_target()
-    return target is None or target.arch >= 89
+def _byte_format(dtype: torch.dtype) -> str | None:
+    """Return the format of numbers that the kernel gets as bytes: e5m2, and e4m3 below compute
+    capability 8.9, where Triton does not convert it."""
+    if dtype == torch.float8_e5m2:
+        return "e5m2"
+    target = None if triton.knobs.runtime.interpret else _cuda_target()
+    is_old = target is not None and target.arch < 89
+    return "e4m3" if dtype == torch.float8_e4m3fn and is_old else None
 
 
 def _width(columns: int) -> tiles.Width:
