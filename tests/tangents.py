@@ -5,6 +5,10 @@ from torch import Tensor
 
 import oracle
 from cases import Case, Problem
+from checks import poisoned
+from headway import backends
+from headway.resolve import prepare
+from headway.types import Dual, Tangents
 
 
 def directions(given: Problem, moving: tuple[str, ...] | None = None) -> dict[str, Tensor]:
@@ -67,3 +71,54 @@ def rounded(
         return (p * (t - (p * t).sum(-1, keepdim=True))) @ v + p @ c
     narrow = lambda x: x.to(factors).double()
     return narrow(narrow(p * (t - (p * t).sum(-1, keepdim=True))) @ v + narrow(p) @ c)
+
+
+def run(given: Problem, along: dict[str, Tensor], backend: str, **options) -> Dual:
+    case = given.case
+    spec, call = prepare(
+        given.q, given.k, given.v, given.score(), given.mask(), scale=case.scale, sink=given.sink,
+        dropout=case.dropout, seed=given.seed if case.dropout else None, backend=backend, **options,
+    )  # fmt: skip
+    tables = []
+    for table in call.captured.tensors[: spec.score_tensors]:
+        same = [n for n, t in given.captured.items() if t.data_ptr() == table.data_ptr()]
+        tangent = along.get(same[0]) if same else None  # (a value may keep a view of a tensor)
+        tables.append(None if tangent is None else tangent.view(table.shape))
+    moves = [along.get(name) for name in ("q", "k", "v", "sink")]
+    with torch.no_grad(), poisoned():
+        return backends.get(backend).tangent(spec, call, Tangents(*moves, tuple(tables)))
+
+
+def compare(dual: Dual, exact: tuple[Tensor, ...], tolerance: float) -> None:
+    results = dual.out, dual.lse, dual.out_tangent, dual.lse_tangent
+    for name, got, right in zip(("out", "lse", "out'", "lse'"), results, exact, strict=True):
+        assert got.shape == right.shape, name
+        finite = right[right.isfinite()].abs()
+        size = max(1.0, finite.max().item() if finite.numel() else 0.0)
+        apart = torch.where(got == right, 0.0, (got.double() - right).abs())  # infinities
+        assert (apart <= tolerance * size).all(), f"{name}: {apart.max():.2g} off, of {size:.2g}"
+
+
+def too_far(dual: Dual, given: Problem, along: dict[str, Tensor]) -> list[str]:
+    """What is farther from float64 than 1.5 times the error of the dense formulas in that dtype, all
+    elements together."""
+    exact = dense(given.copy(torch.float64), {name: t.double() for name, t in along.items()})
+    plain, wrong = dense(given.copy(), along), []
+    for name, got, near, right in zip(
+        ("out'", "lse'"), (dual.out_tangent, dual.lse_tangent), plain[2:], exact[2:], strict=True
+    ):
+        error = lambda x, right=right: (x.double() - right).square().mean().sqrt().item()
+        limit = 1.5 * error(near) + torch.finfo(got.dtype).eps * right.square().mean().sqrt().item()
+        if not error(got) <= limit:
+            wrong.append(f"{name}: {error(got):.2g} off, at most {limit:.2g}")
+    return wrong
+
+
+def moved_alike(size: float, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    q, k, v, q_tangent, v_tangent = (torch.randn(1, 1, 256, 64).to(dtype) for _ in range(5))
+    alike = (size * torch.randn(1, 1, 1, 64)).expand(1, 1, 256, 64)
+    noise = torch.randn(1, 1, 256, 64)
+    k_tangent = (alike + noise).to(dtype)
+    inputs = {"q": q, "k": k, "v": v}
+    return inputs, {"q": q_tangent, "k": k_tangent, "v": v_tangent}

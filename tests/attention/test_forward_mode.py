@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import headway as hw
+from headway.backends import hopper, triton
 from headway.compat import flex
 from headway.compat.torch_sdpa import scaled_dot_product_attention
 from headway.errors import ArgumentError, BackendRefused
@@ -469,10 +470,16 @@ def test_nested_tensors_are_refused():
         hw.attention_jvp(nested, nested, nested, tangents={})
 
 
-def test_gpu_backends_refuse_before_they_run():
-    for backend in ("triton", "hopper"):
-        with pytest.raises(BackendRefused, match="an input has a tangent"):
-            hw.attention_jvp(Q, K, V, tangents={"q": DQ}, backend=backend)
+def test_gpu_backends_refuse_before_they_run(monkeypatch):
+    for backend in (triton, hopper):
+        monkeypatch.setattr(backend, "unavailable", lambda *device: "")
+    q = torch.zeros(1, 1, 3, 64, dtype=torch.bfloat16)
+    with pytest.raises(BackendRefused, match="for which it has no kernel: use backend='triton'"):
+        hw.attention_jvp(q, q, q, tangents={"q": q}, backend="hopper")
+    for d, dv in ((200, 64), (64, 200)):
+        q, v = q.new_zeros(1, 1, 3, d), q.new_zeros(1, 1, 3, dv)
+        with pytest.raises(BackendRefused, match=f"d = {d}, dv = {dv}: .* up to 192; split"):
+            hw.attention_jvp(q, q, v, tangents={"q": q}, backend="triton")
 
 
 def test_tangents_that_fit_no_input():

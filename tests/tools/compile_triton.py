@@ -2,7 +2,7 @@
 
 `python tests/tools/compile_triton.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
 touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere;
-with `one` before them, of forward and backward of one query, and of one key. It fails where machine
+with `tangent` before them, of a causal call with a soft cap and tangents; with `one`, of forward and backward of one query, and of one key. It fails where machine
 code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
 are taken for dead (`lost`).
 
@@ -31,6 +31,7 @@ import headway as hw
 from headway.backends import triton as backend
 from headway.backends.gpu.runtime import call_plan
 from headway.resolve import prepare
+from headway.types import Tangents
 from tools.assembler import assembled, up_to_ptx
 from tools.emulator import launch as emulated
 from tools.sass import in_flight, spilled, unwritten
@@ -250,14 +251,23 @@ def one(d: int, dv: int, dtype: torch.dtype) -> None:
         backend.backward(spec, call, out, rows, out, rows, ())
 
 
+def tangent(width: int, dtype: torch.dtype) -> None:
+    """The launch of a causal call with a soft cap, of which q, k and v move."""
+    q = torch.randn(2, 4, 256, width).to(dtype)
+    spec, call = prepare(q, q, q, hw.softcap(30.0), hw.causal(), backend="triton")
+    backend.tangent(spec, call, Tangents(q, q, q, None, (None,) * spec.score_tensors))
+
+
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 def report(target: str, call: str) -> list[Compiled]:
     """The kernels of a call, as it is named on the command line."""
-    *name, widths = re.split(r"(?<=one)_", call)
+    *name, widths = re.split(r"(?<=one|ent)_", call)
     dtype, *widths = widths.split("_")
-    make = one if name else causal if len(widths) == 1 else odd
+    make = causal if len(widths) == 1 else odd
+    if name:
+        make = {"one": one, "tangent": tangent}[name[0]]
     return resources(target, lambda: make(*map(int, widths), DTYPES[dtype]))
 
 

@@ -17,6 +17,8 @@ from headway.backends import triton as backend
 from headway.backends.triton import main_loop, plan
 from long import long, long_unless
 from positions import scattered
+from tangents import directions, too_far
+from tangents import run as along_it
 from tools.emulator.launch import Without, emulating
 from tools.emulator.values import Fault
 from tools.guard_bands import guarded
@@ -48,6 +50,22 @@ def test_table(target, name):
     with emulating(target, backend) as ran:
         check(few_heads(name), "triton", torch.bfloat16)
     assert {"forward", "backward_q", "backward_kv"} <= {*ran}
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("sm_90", "score_relative"), ("sm_80", "length_1"), ("sm_90", "long_causal_window"),
+     *[long(target, name) for target, name in (
+         ("sm_90", "width_192_128"), ("sm_80", "width_100_100"), ("sm_100", "long_checker_even")
+     )]],
+)  # fmt: skip
+def test_tangents(target, name):
+    given = problem(few_heads(name), torch.bfloat16)
+    along = directions(given)
+    with emulating(target, backend) as ran, guarded():
+        dual = along_it(given, along, "triton", max_logit=True, row_max=True)
+    assert ran == ["tangent"]
+    assert too_far(dual, given, along) == []
 
 
 @pytest.mark.long

@@ -6,15 +6,17 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from cases import BY_NAME, CASES
+from cases import BY_NAME, CASES, problem
 
 if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
 from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import main_loop, plan
+from headway.types import Dual
+from tangents import directions, run, too_far
 from tools.guard_bands import guarded
-from tools.on_gpu import check_on
+from tools.on_gpu import check_on, moved
 
 HALF = [case for case in CASES if "half" in case.tags]
 FOURTEEN = [case for case in CASES if "fourteen" in case.tags]
@@ -30,6 +32,18 @@ def test_table(case):
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_half(case, stats, dtype):
     check_on(case, dtype, "cuda", stats=stats)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_tangents(case, dtype):
+    if max(case.d, case.dv) > 192:
+        pytest.skip("refused")
+    given = problem(case, dtype)
+    along = directions(given)
+    there = {name: t.cuda() for name, t in along.items()}
+    dual = run(moved(given, "cuda"), there, "triton", max_logit=True, row_max=True)
+    assert too_far(Dual(*[t.cpu() for t in dual]), given, along) == []
 
 
 @pytest.mark.parametrize("case", FOURTEEN, ids=str)

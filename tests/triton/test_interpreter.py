@@ -38,6 +38,12 @@ def test_what_is_written_after_a_capture_counts(part):
     assert interpreted("interpret_graphs.py", part, PARTS) == {}
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_tangents(part):
+    """Of the table, of what moves, and of kernels with a fault, each of which is found."""
+    assert interpreted("interpret_tangents.py", part, PARTS) == {}
+
+
 def test_rows_of_ranks():
     assert interpreted("interpret_ranks.py") == {}
 

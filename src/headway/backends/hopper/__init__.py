@@ -55,7 +55,10 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
             "detach() it, or use backend='triton'"
         )
     if kind.moves:
-        reasons.append("an input has a tangent (forward mode), for which it has no kernel")
+        reasons.append(
+            "an input has a tangent (forward mode), for which it has no kernel: use "
+            "backend='triton', whose out may differ from this backend's by rounding"
+        )
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
     if spec.deterministic and kind.learned:

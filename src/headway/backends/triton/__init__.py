@@ -17,11 +17,12 @@ from ..gpu.named_card import named_card
 name = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 512  # columns of q, k and v that fit in registers
+WIDEST_TANGENT = 192  # with their tangents
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """Return why a call cannot run here: other devices than GPUs, dtypes than float32, bfloat16 and
-    float16, widths above 512; over a cache, the reasons of `gpu.inference`."""
+    float16, widths above 512 (192 with tangents); over a cache, those of `gpu.inference`."""
     reasons = []
     device_reason = unavailable(kind.device.type, kind.device.index)
     if device_reason:
@@ -35,10 +36,11 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
         )
     if max(kind.d, kind.dv) > WIDEST:
         reasons.append(f"widths d = {kind.d}, dv = {kind.dv}: at most {WIDEST} fit in registers")
-    if kind.moves:
+    if kind.moves and WIDEST_TANGENT < max(kind.d, kind.dv) <= WIDEST:
         reasons.append(
-            "an input has a tangent (forward mode), for which it has no kernel yet: use tensors on "
-            "the CPU, or backend='reference'"
+            f"an input has a tangent (forward mode), and d = {kind.d}, dv = {kind.dv}: its two "
+            f"accumulators fit in registers up to {WIDEST_TANGENT}; split the heads, or use "
+            "backend='reference'"
         )
     if spec.deterministic and kind.learned:
         reasons.append(
@@ -48,7 +50,9 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     return reasons
 
 
-forward, backward = (launched(__name__, part) for part in ("forward", "backward"))
+forward, backward, tangent = (
+    launched(__name__, part) for part in ("forward", "backward", "tangent")
+)
 accumulates, native, infer = acc_dtype, no_operator, inference.infer
 prepare, code = nothing_prepared, inference.code
 

@@ -52,6 +52,17 @@ _TABLE: dict[tuple[str, int, int], tuple[Tiling, ...]] = {
                            Tiling(16, 16, 4, 1)),
     ("forward", 32, 256): (Tiling(16, 16, 4, 2), Tiling(16, 16, 4, 1)),
     ("forward", 32, 512): (Tiling(16, 16, 4, 1),),
+    ("tangent", 16, 64): (Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2),
+                          Tiling(64, 16, 4, 1)),
+    ("tangent", 16, 128): (Tiling(128, 32, 8, 3), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2),
+                           Tiling(64, 16, 4, 1)),
+    ("tangent", 16, 192): (Tiling(128, 16, 8, 2), Tiling(64, 16, 4, 2), Tiling(32, 16, 4, 1)),
+    ("tangent", 19, 64): (Tiling(64, 32, 4, 2), Tiling(16, 16, 4, 1)),
+    ("tangent", 19, 128): (Tiling(32, 32, 4, 2), Tiling(16, 16, 4, 1)),
+    ("tangent", 19, 192): (Tiling(16, 16, 4, 1),),
+    ("tangent", 32, 64): (Tiling(32, 32, 8, 2), Tiling(16, 16, 4, 1)),
+    ("tangent", 32, 128): (Tiling(32, 32, 8, 2), Tiling(16, 16, 4, 1)),
+    ("tangent", 32, 192): (Tiling(16, 16, 4, 1),),
     ("backward_q", 16, 64): (Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 1)),
     ("backward_q", 16, 128): (Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 1)),
     ("backward_q", 16, 192): (Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 1),
@@ -142,15 +153,16 @@ def saved_key(kernel: str, bits: int, d: int, dv: int, kind: str) -> str:
 
 
 def _table_width(kernel: str, bits: int, d: int, dv: int) -> int:
-    """Return the smallest width of the table that holds both widths."""
-    widest = max(sum(pieces(d)), sum(pieces(dv)))
+    """Return the smallest width of the table that holds both widths; of "tangent", that holds dv,
+    the width of its two accumulators."""
+    widest = max(sum(pieces(0 if kernel == "tangent" else d)), sum(pieces(dv)))
     return min(w for k, b, w in _TABLE if (k, b) == (kernel, bits) and w >= widest)
 
 
 def tilings(
     kernel: str, bits: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
 ) -> tuple[Tiling, ...]:
-    """Return the tile sizes for a kernel ("forward", or one of `passes`), best first.
+    """Return the tile sizes for a kernel ("forward", "tangent", or one of `passes`), best first.
 
     - `bits`: of the operands: 16, 32, or 19 (tf32).
     - `d`, `dv`: widths; between two of the table, the larger row holds.
@@ -159,7 +171,8 @@ def tilings(
     """
     width = _table_width(kernel, bits, d, dv)
     rows = _TABLE[kernel, bits, width]
-    if kind in ("score", "biased", LEARNED) and width >= 128 and len(rows) > 1:
+    score = kind in ("score", "biased", LEARNED)
+    if score and width >= 128 and len(rows) > 1 and kernel != "tangent":
         rows = rows[1:]  # the largest blocks would spill hundreds of bytes
     kinds = (kind, *_FALLBACKS.get(kind, ()))
     preferred = (_PREFERRED.get((kernel, bits, width, k)) for k in kinds)

@@ -88,16 +88,10 @@ def forward(
         BLOCK_EDGE, SCATTERED, CONFIG,
     )  # fmt: skip
 
-    row = (b64 * heads + h) * q_len + first
-    if row_max is not None:
-        tl.store(row_max + row + i, or_nan(state.m * LN2, state.l), mask=live)
-    if max_logits is not None:
-        largest = state.largest if SCORE is not None else state.m * LN2  # without one, S is T
-        largest = tl.where(live, or_nan(largest, state.l), float("-inf"))
-        has_nan = tl.max((largest != largest).to(tl.int32), 0)
-        largest = tl.where(has_nan > 0, float("nan"), tl.max(largest, 0))
-        programs = (schedule.tile_rows >> 2) * SUB
-        tl.store(max_logits + (b64 * heads + h) * programs + program.slot, largest)
+    head = b64 * heads + h
+    row = head * q_len + first
+    slot = head * ((schedule.tile_rows >> 2) * SUB) + program.slot
+    store_maxima(state, row_max, row, max_logits, slot, program, CONFIG)
     if sink is not None:
         state = with_sink(state, tl.load(sink + h))
     tl.store(lse + row + i, log_sum_exp(state.m, state.l), mask=live)
@@ -105,6 +99,21 @@ def forward(
     if dropout is not None:
         factor = factor * dropout.factor
     tile.store(out + row * dv, i, live, tile.times(state.acc, factor[:, None]), CONFIG.dv)
+
+
+@triton.jit
+def store_maxima(state, row_max, row, max_logits, slot, program, CONFIG: tl.constexpr):
+    """Store the largest T of every row to `row_max`, and the largest S of the program to
+    `max_logits`, where they are not None."""
+    live = program.live
+    if row_max is not None:
+        tl.store(row_max + row + program.index, or_nan(state.m * LN2, state.l), mask=live)
+    if max_logits is not None:
+        largest = state.largest if CONFIG.score is not None else state.m * LN2  # else S is T
+        largest = tl.where(live, or_nan(largest, state.l), float("-inf"))
+        has_nan = tl.max((largest != largest).to(tl.int32), 0)
+        largest = tl.where(has_nan > 0, float("nan"), tl.max(largest, 0))
+        tl.store(max_logits + slot, largest)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """From a call to kernel launches: the kernels' arguments, and their memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ...mods.evaluation.derivative import joint
-from ...types import Forward, Grads, Spec
+from ...types import Captured, Dual, Forward, Grads, Spec, Tangents
 from ..base import Call
 from ..gpu import captured_grads, inference, outputs
 from ..gpu.runtime import parallel_compile
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
-from .plan import Launcher, Plan, planned
+from .kernel_tangent import tangent as tangent_kernel
+from .plan import Launcher, Plan, planned, planned_along
 
 
 def forward(spec: Spec, call: Call) -> Forward:
@@ -91,10 +93,64 @@ def backward(
     return Grads(*[outputs.first_columns(*pair) for pair in widths], dsink, captured)
 
 
+def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
+    """Run one kernel for the forward and its tangent."""
+    q, k, v = map(_aligned_rows, (call.q, call.k, call.v))
+    moving = [None if x is None else _aligned_rows(x) for x in along[:3]]
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    rows = q.shape[:3]
+    out = empty(*rows, v.shape[3], dtype=spec.out_dtype(q.dtype))
+    out_tangent = empty(*rows, v.shape[3], dtype=spec.result_dtype(q.dtype))
+    lse, lse_tangent = empty(*rows), empty(*rows)
+    row_max, max_logits = empty(*rows) if spec.row_max else None, None
+    if lse.numel():
+        wider = _with_tables(spec, call, along)
+        plan = planned_along(*wider, along.moving, q, k, v, *moving)
+        if plan.uncompiled:
+            both = lambda spec, call: tangent(spec, call, along)
+            parallel_compile.compile_training(plan, spec, call, both, backward)
+        q_tangent, k_tangent, v_tangent = moving
+        k_transposed, k_tangent_transposed = transposed(plan, k, k_tangent)
+        matrices = (
+            q, k if k_transposed is None else k_transposed, v,
+            q_tangent, k_tangent if k_tangent_transposed is None else k_tangent_transposed,
+            v_tangent, out, lse, out_tangent, lse_tangent, row_max,
+        )  # fmt: skip
+        sinks = _contiguous(call.sink), _contiguous(along.sink)
+
+        def arguments(slots: int) -> tuple:
+            max_logits = empty(*rows[:2], slots) if spec.max_logit else None
+            return *matrices, max_logits, *sinks
+
+        launcher = _tangent_launcher(plan)
+        *_, max_logits, _, _ = launcher(wider[1], arguments, along.sink is None)
+    dv = call.v.shape[3]
+    out, out_tangent = (outputs.first_columns(x, dv) for x in (out, out_tangent))
+    primal = outputs.of_forward(spec, out, lse, row_max, max_logits)
+    return Dual(*primal, out_tangent, lse_tangent)
+
+
+def _with_tables(spec: Spec, call: Call, along: Tangents) -> tuple[Spec, Call]:
+    """Return the call with the tangents of the score's tensors captured after these."""
+    tables = [x for x in along.captured if x is not None]
+    if not tables:
+        return spec, call
+    (tensors, ints, floats), count = call.captured, spec.score_tensors
+    captured = Captured([*tensors[:count], *tables, *tensors[count:]], ints, floats)
+    return replace(spec, score_tensors=count + len(tables)), call.replace(captured=captured)
+
+
 def _forward_launcher(plan: Plan) -> Launcher:
     return plan.launchers.get("forward") or plan.launcher(
         "forward", forward_kernel, SCORE=plan.function("score")
     )
+
+
+def _tangent_launcher(plan: Plan) -> Launcher:
+    return plan.launchers.get("tangent") or plan.launcher(
+        "tangent", tangent_kernel, SCORE=plan.function("score_tangent"),
+        CAPTURED_MOVE=plan.codegen_spec.moving != (),
+    )  # fmt: skip
 
 
 def _backward_q_launcher(plan: Plan) -> Launcher:
@@ -144,7 +200,7 @@ def _aligned_rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def transposed(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
+def transposed(plan: Plan, *matrices: Tensor | None) -> list[Tensor | None]:
     """Return copies with contiguous columns, padded to a multiple of 16 rows; None where products
     use tensor cores and need no copies.
 
@@ -152,7 +208,7 @@ def transposed(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
     `tile.outer` those are rows of a matrix, a multiple of 128 bytes apart: all in the same banks of
     shared memory, and Triton does not pad a factor of such a product.
     """
-    return [_transpose(x) if plan.transposes else None for x in matrices]
+    return [_transpose(x) if plan.transposes and x is not None else None for x in matrices]
 
 
 def _transpose(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.products import bits_of, product_precision
 from ..gpu.runtime.call_plan import BasePlan, TileSchedules, plan_of, unspecialized
 from ..gpu.runtime.launcher import KernelLauncher
-from . import kernel_backward, kernel_forward, main_loop, saved, tile
+from . import kernel_backward, kernel_forward, kernel_tangent, main_loop, saved, tile
 from .config import LEARNED, Tiling, call_kind, passes, pieces, tilings
 
 
@@ -33,27 +33,40 @@ def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) 
     return plan_of(variant, spec, call, wanted, matrices, Plan)
 
 
+def planned_along(
+    spec: Spec, call: Call, moving: tuple[int, ...], *matrices: Tensor | None
+) -> "Plan":
+    """Return the plan for a call with tangents: `matrices` are q, k, v and their tangents, `moving`
+    the tensors of the score that have one. `call` captures theirs, too, and so does `spec`."""
+    present = [x for x in matrices if x is not None]
+    still = tuple(x is None for x in matrices)
+    variant = Plan, product_precision(present[0].dtype), still, moving
+    return plan_of(variant, spec, call, (), present, partial(Plan, moving=moving))
+
+
 class Plan(BasePlan):
     """The plan of one kind of calls."""
 
     sources = (
         maths, diagonals, gradients, tiles, softmax, preprocess, tile, main_loop, kernel_forward,
-        kernel_backward,
+        kernel_backward, kernel_tangent,
     )  # fmt: skip
 
     def __init__(
-        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
-    ) -> None:
+        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
+        moving: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         q = matrices[0]
         super().__init__(
-            spec, call, wanted, matrices, diagonals=True, approx_tanh=approximates_tanh(q)
-        )
+            spec, call, wanted, matrices, diagonals=True, approx_tanh=approximates_tanh(q),
+            moving=moving,
+        )  # fmt: skip
         self.launchers: dict[str, Launcher] = {}
         self.saved = saved.for_device(q.device) if q.device.type == "cuda" else {}
         self.table_key, self.kind = (bits_of(q.dtype), self.d, self.dv), call_kind(spec, call)
         kinds = (self.kind, LEARNED) if spec.score_tensors else (self.kind,)
         self.passes = passes(*self.table_key)
-        names = "forward", *self.passes
+        names = ("forward", *self.passes) if moving is None else ("tangent",)
         self.choose_mask_tile([self.tilings(n, kind)[0] for n in names for kind in kinds])
         if wanted:
             self.kind = LEARNED
@@ -106,7 +119,8 @@ class Launcher:
 
     def __init__(self, plan: Plan, name: str, fn: Any, constants: dict[str, Any]) -> None:
         self.plan, self.name, self.fn = plan, name, fn
-        self.queries = name in ("forward", "backward_q")  # a program keeps queries; else keys
+        # A program keeps queries; else keys.
+        self.queries = name in ("forward", "backward_q", "tangent")
         self.candidates = plan.tilings(name, plan.kind)
         self.constants = plan.constants | constants
         self.choose(0)
@@ -158,14 +172,15 @@ class Launcher:
     ) -> tuple:  # fmt: skip
         """Return the arguments of the kernel.
 
-        - `matrices`: for the forward, its first arguments. For a backward q, k, v, dout, two
-          transposed copies or None, the workspace; for `backward_q` also out, lse and dlse, from
-          which it fills the workspace; and the gradients, those of captured tensors last.
+        - `matrices`: for the forward and the tangent, their first arguments. For a backward q, k,
+          v, dout, two transposed copies or None, the workspace; for `backward_q` also out, lse and
+          dlse, from which it fills the workspace; and the gradients, the captured tensors' last.
         """
         plan, grads = self.plan, ()
-        layout: tuple = tuple(map(_strides, matrices[:3]))
+        count = 6 if self.name == "tangent" else 3
+        layout: tuple = tuple([None if x is None else _strides(x) for x in matrices[:count]])
         coords, schedule, captured, seed = plan.arranged(schedules, tensors, floats)
-        if self.name != "forward":
+        if self.name not in ("forward", "tangent"):
             q, k, v, dout, first, second, workspace, *results = matrices
             transposed = None
             if first is not None:

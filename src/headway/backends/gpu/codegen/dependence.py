@@ -11,6 +11,7 @@ the table's gradient from 3,081 to 1,473 (docs/lab/triton.md).
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
+from ....mods.evaluation.derivative import SCORE_TANGENT
 from ....mods.graph import FLOATS, Arg, Graph
 from ....mods.ops import has_trait
 
@@ -108,7 +109,8 @@ def finite_past_the_end(graph: Graph) -> bool:
 
 def _analyse(graph: Graph) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
     """Return the dependences and the slopes of a graph's values."""
-    dependence = {"b": "one", "h": "one", "q_idx": "rows", "kv_idx": "cols", "score": "pairs"}
+    dependence = {"b": "one", "h": "one", "q_idx": "rows", "kv_idx": "cols"}
+    dependence |= {"score": "pairs", SCORE_TANGENT: "pairs"}
     slope = {"b": (0, 0), "h": (0, 0), "q_idx": (1, 0), "kv_idx": (0, 1)}
     for item in graph.inputs:
         if item.name[0] in "nx" and item.ndim is None:

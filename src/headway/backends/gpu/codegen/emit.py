@@ -19,7 +19,7 @@ import linecache
 import types
 from functools import lru_cache
 
-from ....mods.evaluation.derivative import joint
+from ....mods.evaluation.derivative import SCORE_TANGENT, joint, with_tangent
 from ....mods.graph import POSITIONS, Builder, Graph, parse
 from ....types import PACKAGE
 from .affine import affine_score
@@ -34,10 +34,16 @@ from .spec import CodegenSpec
 @lru_cache(maxsize=1024)
 def source(codegen_spec: CodegenSpec) -> str:
     """Return the module's source: `score`, `derivative`, `scatter` and `mask`, if the call has
-    them."""
+    them; `score_tangent` in place of the first three, if it has tangents."""
     functions = []
     score_tensors = 0
-    if codegen_spec.score is not None:
+    if codegen_spec.score is not None and codegen_spec.moving is not None:
+        graph = with_tangent(codegen_spec.score, codegen_spec.moving)
+        score_tensors = len(graph.tensors)
+        emitters = _Emitters(codegen_spec, codegen_spec.wide_offsets[:score_tensors])
+        functions += _emit_biases(graph, emitters)
+        functions.append(emitters("score_tangent", graph).emit_outputs(SCORE_TANGENT))
+    elif codegen_spec.score is not None:
         graph = parse(codegen_spec.score)
         score_tensors = len(graph.tensors)
         emitters = _Emitters(codegen_spec, codegen_spec.wide_offsets[:score_tensors])

@@ -37,19 +37,22 @@ class FunctionEmitter:
         self.name, self.graph, self.wide_offsets = name, graph, wide_offsets
         self.approx_tanh, self.bias_tables = codegen_spec.approx_tanh, codegen_spec.bias_tables
         # These functions are called with a tile of pairs; others may get single positions.
-        takes_tile = codegen_spec.per_diagonal and name in ("score", "derivative")
+        takes_tile = codegen_spec.per_diagonal and name in ("score", "derivative", "score_tangent")
         self.per_diagonal = diagonal_gathers(graph) if takes_tile else []
         self.ranges = IntRanges(graph, codegen_spec.narrow)
         self.dependences = dependences(graph)
         self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
         self.statements: list[tuple[str, str]] = []  # per node: the user's line, the statement
 
-    def emit_outputs(self) -> str:
-        """Emit a function that returns the graph's outputs; scores have the shape of S."""
+    def emit_outputs(self, *tangents: str) -> str:
+        """Emit a function that returns the graph's outputs; scores have the shape of S. `tangents`
+        are inputs beside S, of its shape."""
         self._lower_nodes(self.graph.nodes)
         outputs = [self._output(a) for a in self.graph.outputs]
         joint = self.graph.kind == "joint"
-        return self._function_source(f"({', '.join(outputs)})" if joint else outputs[0])
+        parameters = ("score", *tangents, *POSITIONS) if tangents else ()
+        result = f"({', '.join(outputs)})" if joint else outputs[0]
+        return self._function_source(result, parameters)
 
     def emit_last_node(self) -> str:
         """Emit a function that returns the last node's value."""

@@ -24,6 +24,8 @@ class CodegenSpec:
     - `distance_sign`: the sign of q_idx - kv_idx in all pairs that the mask keeps; 0 if unknown
       (`affine.distance_sign`).
     - `limits`: also generate the first and the last key that each query may see (limits.py).
+    - `moving`: for a kernel of tangents, the tensors of the score that have one, by number; theirs
+      are captured after those of the score. None: for a forward and a backward.
     """
 
     score: str | None
@@ -39,3 +41,4 @@ class CodegenSpec:
     bias_tables: bool = False
     distance_sign: int = 0
     limits: bool = False
+    moving: tuple[int, ...] | None = None

@@ -79,9 +79,9 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def outer(a, b, PRECISION: tl.constexpr):
-    """Return a bᵀ, summed over the pieces: S or dP."""
-    s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+def outer(a, b, PRECISION: tl.constexpr, s=None):
+    """Return a bᵀ, summed over the pieces: S or dP; added to `s` if given."""
+    s = tl.dot(a[0], tl.trans(b[0]), s, input_precision=PRECISION)
     if len(a) == 2:
         s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
     return s

@@ -174,7 +174,7 @@ class BasePlan:
 
     - `sources`: the modules of its kernels, in the order of their cache keys (`fix_cache_keys`).
     - `diagonals`: whether its kernels can read and sum a tile by diagonals.
-    - `approx_tanh`, `affine`, `hoist`, `bias_tables`: as in `CodegenSpec`; `affine` and
+    - `approx_tanh`, `affine`, `hoist`, `bias_tables`, `moving`: as in `CodegenSpec`; `affine` and
       `bias_tables` only if positions are small and consecutive, or for `affine` straight.
     - `straight`: positions are read, and follow one another within tiles (`Coords`).
     - `uses_distance_sign`: whether to derive `CodegenSpec.distance_sign`.
@@ -186,6 +186,7 @@ class BasePlan:
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
         *, diagonals: bool, approx_tanh: bool, affine: bool = False, hoist: bool = False,
         bias_tables: bool = False, uses_distance_sign: bool = False,
+        moving: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         fix_cache_keys(*self.sources)
         q, k, v = matrices[:3]
@@ -209,6 +210,7 @@ class BasePlan:
             hoist=hoist,
             bias_tables=bias_tables and narrow and in_order,
             distance_sign=sign,
+            moving=moving,
         )  # fmt: skip
         self.generated = load_module(self.codegen_spec)
         fix_cache_keys(self.generated)
