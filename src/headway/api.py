@@ -16,6 +16,7 @@ from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
 from .packed import any_jagged, nested_attention, nested_attention_with_stats
+from .row_statistics import check_statistics, with_statistics
 from .run import run, run_along, run_backward, run_cpu_native, run_out, with_place
 from .types import AttentionGradients, AttentionJVP, AttentionOutput, Request
 
@@ -117,16 +118,25 @@ def attention_with_stats(
     deterministic: bool = False,
     backend: str = "auto",
     layout: Layout | tuple[Layout, Layout | None] | None = None,
+    entropy: bool = False,
+    sink_mass: bool = False,
     **unknown: Never,
 ) -> AttentionOutput:
     """`attention`, and what training needs besides: the differentiable log-sum-exp of every query
     and the largest logit of every head (see `AttentionOutput`); with a `layout`, of the queries of
     all ranks. Of nested tensors out and lse are jagged as q is, and max_logit is `(sequences, hq)`.
 
-    The same arguments and errors as `attention`.
+    **Arguments:** as `attention`, and
+
+    - `entropy`, `sink_mass`: whether to measure these of every query. Each costs as much as a call
+      of `expect` (`sink_mass` of a call with a sink costs nothing). They are of the weights before
+      dropout, and do not go with `layout` or DTensors.
+
+    **Raises:** as `attention`.
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
+    wanted = {"entropy": entropy, "sink_mass": sink_mass}
     if type(q) is not Tensor and any_jagged(q, k, v):
         return nested_attention_with_stats(
             Request(
@@ -142,16 +152,17 @@ def attention_with_stats(
                 deterministic,
                 backend,
                 keys=layout,
-            )
+            ),
+            wanted,
         )
     mask = mask if layout is not None else _or_none(mask, q, k)
     request = Request(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
-    out, lse, max_logit, _ = run(
-        request if layout is None else request._replace(keys=Layouts.of(layout))
-    )
-    return AttentionOutput(out, lse, max_logit)
+    request = request if layout is None else request._replace(keys=Layouts.of(layout))
+    check_statistics(request, wanted)
+    out, lse, max_logit, _ = run(request)
+    return with_statistics(request, AttentionOutput(out, lse, max_logit), lse, wanted)
 
 
 def attention_backward(

@@ -19,6 +19,7 @@ from .errors import ArgumentError
 from .keywords import unknown_keywords
 from .mods.base import MaskFn, ScoreFn
 from .mods.library.packed import KeptLogit, PackedMask, PackedScore
+from .row_statistics import check_statistics, with_statistics
 from .run import run, run_out
 from .surroundings import host_can_read, transforms
 from .types import AttentionOutput, Request
@@ -90,12 +91,15 @@ def varlen_attention_with_stats(
     seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
+    entropy: bool = False,
+    sink_mass: bool = False,
     **unknown: Never,
 ) -> AttentionOutput:
     """`varlen_attention`, with lse `(hq, tokens)`, differentiable, and max_logit `(hq,)`, the
     largest over all sequences.
 
-    The same arguments and errors as `varlen_attention`.
+    The same arguments and errors as `varlen_attention`, and `entropy` and `sink_mass` of
+    `attention_with_stats`, `(hq, tokens)`.
     """
     if unknown:
         raise unknown_keywords(varlen_attention_with_stats, unknown)
@@ -104,8 +108,11 @@ def varlen_attention_with_stats(
         Request(_row(q), _row(k), _row(v), score, mask, scale, sink, dropout, seed, deterministic,
                 backend, True)
     )  # fmt: skip
+    wanted = {"entropy": entropy, "sink_mass": sink_mass}
+    check_statistics(request, wanted)
     out, lse, max_logit, _ = run(request)
-    return AttentionOutput(out[0].transpose(0, 1), lse[0], max_logit[0])
+    result = AttentionOutput(out[0].transpose(0, 1), lse[0], max_logit[0])
+    return with_statistics(request, result, lse, wanted, lambda x: x[0])
 
 
 def _row(x: Any) -> Any:
@@ -136,11 +143,13 @@ def packed_request(request: Request) -> Request:
     return packing.request(packed)
 
 
-def nested_attention_with_stats(request: Request) -> AttentionOutput:
+def nested_attention_with_stats(request: Request, wanted: dict[str, Any]) -> AttentionOutput:
     """Return `attention_with_stats` of jagged q, k and v: out and lse are jagged as q is, max_logit
     is `(sequences, hq)`."""
     packing, packed = _of_nested(request)
-    out, lse, _, row_max = run(packing.request(packed)._replace(row_max=True))
+    row = packing.request(packed)
+    check_statistics(row, wanted)
+    out, lse, _, row_max = run(row._replace(row_max=True))
     if request.score is not None:  # row_max is of what the score returns
         logits = packed._replace(
             q=packed.q.detach(), k=packed.k.detach(), v=packed.v.detach(), sink=None, dropout=0.0,
@@ -152,7 +161,9 @@ def nested_attention_with_stats(request: Request) -> AttentionOutput:
     max_logit = row_max.new_full((packing.sequences, row_max.shape[1]), -torch.inf)
     index = sequence[:, None].expand(-1, row_max.shape[1])
     max_logit = max_logit.scatter_reduce(0, index, row_max[0].T, "amax")
-    return AttentionOutput(_nested(out[0], request.q), _nested(lse[0], request.q), max_logit)
+    nested = lambda x: _nested(x[0], request.q)
+    result = AttentionOutput(nested(out), nested(lse), max_logit)
+    return with_statistics(row, result, lse, wanted, nested)
 
 
 def _nested(values: Tensor, like: Any) -> Tensor:

@@ -393,7 +393,13 @@ class Grads(NamedTuple):
     captured: list[Tensor | None]
 
 
-class AttentionOutput(NamedTuple):
+class _OutLseMaximum(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+
+
+class AttentionOutput(_OutLseMaximum):
     """Results of `attention_with_stats`.
 
     - `out`: `(b, hq, q_len, dv)`, the dtype of q.
@@ -401,11 +407,18 @@ class AttentionOutput(NamedTuple):
       float32 (float64 for float64 inputs); -inf where a query sees nothing. Differentiable.
     - `max_logit`: `(b, hq)`, the largest scaled logit over kept pairs, signed, before the score
       function; -inf where a head keeps nothing. Carries no gradient.
+
+    It unpacks into these three. Fields besides, None unless you ask for them, each of lse's shape
+    and dtype and differentiable (a transform such as `torch.vmap` drops them: return them from your
+    function by themselves):
+
+    - `entropy`: −Σ P log P over the kept keys and the sink; 0 where a query sees nothing.
+    - `sink_mass`: P of the sink. Without a sink: P of the first key of the sequence, to which
+      models send what they have no use for (Xiao et al. 2023, arXiv 2309.17453).
     """
 
-    out: Tensor
-    lse: Tensor
-    max_logit: Tensor
+    entropy: Tensor | None = None
+    sink_mass: Tensor | None = None
 
 
 class AttentionGradients(NamedTuple):

@@ -1,0 +1,7 @@
+"""Statistics of the rows of P, without a square of weights."""
+
+from .measure import check_statistics as check_statistics
+from .measure import entropy as entropy
+from .measure import mean as mean
+from .measure import sink_mass as sink_mass
+from .measure import with_statistics as with_statistics

@@ -1,0 +1,177 @@
+"""Statistics of the rows of P: the mean of a function of the pair, the entropy, the sink's mass.
+
+Each is carried over the keys beside the softmax, and no square of weights is stored. Where a
+backend has tangents, a mean is the tangent of lse along c, where c · f is added to the score;
+elsewhere it is the gradient of c. An lse whose score has another derivative carries the gradient of
+a mean: dT = P (f − E) + P f'.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import flag_of
+from ..errors import ArgumentError
+from ..mods.library.packed import PackedMask
+from ..run import run, run_along, run_backward
+from ..sharded import any_sharded
+from ..types import AttentionOutput, Request
+from .scores import Added, Carrier, Number, ShiftedBy
+
+
+def mean(request: Request, f: Number) -> Tensor:
+    """Return the sum over kept keys of P f, `(b, hq, q_len)`, differentiable. A sink takes its
+    share of P, and adds nothing."""
+    bare, sink = _bare(request), request.sink
+    with torch.no_grad():
+        fixed = _detached(bare)
+        lse = None if _has_tangents(fixed) else run(fixed).lse
+        lse, result = _mean(fixed, lse, f)
+    if not torch.is_grad_enabled():
+        return result
+    moved = _moved(bare._replace(sink=fixed.sink), result, f)
+    if sink is None:
+        return result + moved
+    share = torch.where(lse == -math.inf, 0.0, (sink[:, None] - lse).exp())
+    return result + moved - result * (share - share.detach())
+
+
+def entropy(request: Request, lse: Tensor) -> Tensor:
+    """Return −Σ P log P over the kept keys and the sink, `(b, hq, q_len)`, differentiable; 0 where
+    a query sees nothing. `lse` is that of the call."""
+    # Of T − lse, whose entropy is that of T: a number as large as T would hide it.
+    shift = torch.where(lse.isinf(), 0.0, lse).detach()
+    bare, sink = _bare(request), request.sink
+    bare = bare._replace(score=ShiftedBy(shift, request.score), sink=None)
+    with torch.no_grad():
+        logit = share = torch.zeros_like(shift)  # of the sink
+        if sink is not None:
+            logit = sink.detach()[:, None] - shift
+            share = logit.exp()
+        if _has_tangents(bare):
+            keys, mean_of_keys = _mean(_detached(bare), None, _score)
+            total = keys if sink is None else torch.logaddexp(keys, logit)
+            total = torch.where(total == -math.inf, 0.0, total)
+            share, of_keys = (logit - total).exp() * (sink is not None), (keys - total).exp()
+            of_pairs = of_keys * mean_of_keys
+        else:
+            total, of_keys = torch.zeros_like(shift), 1 - share
+            of_pairs = _mean(_detached(bare), total, _score)[1]
+        from_sink = torch.where(share == 0, 0.0, share * (logit - total))
+        seen = lse != -math.inf
+        result = (total * of_keys - of_pairs - from_sink).clamp_min(0)
+        result = torch.where(seen, result, 0.0)
+    if not torch.is_grad_enabled():
+        return result
+    # dT = −P (log P + H), and so for the sink.
+    moved = _moved(bare, total - result, _fixed_score) * of_keys
+    entropy = result - moved
+    if sink is None:
+        return entropy
+    slope = torch.where(share == 0, 0.0, share * (logit - total + result))
+    return entropy - slope * (sink - sink.detach())[:, None]
+
+
+def sink_mass(request: Request, lse: Tensor) -> Tensor:
+    """Return P of the sink, or without one P of the first key of the sequence, `(b, hq, q_len)`,
+    differentiable. `lse` is that of the call."""
+    sink = request.sink
+    if sink is not None:
+        seen = lse != -math.inf
+        return torch.where(seen, (sink[:, None] - torch.where(seen, lse, 0.0)).exp(), 0.0)
+    mask = request.mask
+    if not isinstance(mask, PackedMask):
+        return mean(request, _at_first_key)
+    return mean(request, partial(_at_position_0, mask.pos if mask.kv_pos is None else mask.kv_pos))
+
+
+def check_statistics(request: Request, wanted: dict[str, Any]) -> None:
+    """Refuse statistics where they cannot be measured: with a layout, of DTensors."""
+    for name, flag in wanted.items():
+        if not flag_of(name, flag):
+            continue
+        if request.keys is not None:
+            raise ArgumentError(
+                f"{name}=True does not go with layout=; measure it on a rank that has all keys"
+            )
+        if any_sharded(request.q, request.k, request.v):
+            raise ArgumentError(f"{name}=True takes no DTensors; pass q.to_local(), k and v too")
+
+
+def with_statistics(
+    request: Request, result: AttentionOutput, lse: Tensor, wanted: dict[str, Any],
+    view: Callable[[Tensor], Tensor] = lambda x: x,
+) -> AttentionOutput:  # fmt: skip
+    """Add the wanted statistics of rows to the result of a call, whose lse is `lse`; `view` brings
+    them into the shape of the result's."""
+    if wanted["entropy"]:
+        result.entropy = view(entropy(request, lse))
+    if wanted["sink_mass"]:
+        result.sink_mass = view(sink_mass(request, lse))
+    return result
+
+
+def _bare(request: Request) -> Request:
+    """Return the request without values, dropout and what else lse does not depend on."""
+    k = request.k
+    return request._replace(
+        v=k.new_zeros(()).expand(*k.shape[:3], 1), dropout=0.0, seed=None, max_logit=False,
+        row_max=False,
+    )  # fmt: skip
+
+
+def _has_tangents(request: Request) -> bool:
+    backend = request.backend
+    return backend in ("cpu", "reference") or (backend == "auto" and request.q.is_cpu)
+
+
+def _detached(request: Request) -> Request:
+    q, k, sink = request.q, request.k, request.sink
+    return request._replace(
+        q=q.detach(), k=k.detach(), sink=None if sink is None else sink.detach()
+    )
+
+
+def _mean(request: Request, lse: Tensor | None, f: Number) -> tuple[Tensor, Tensor]:
+    """Return lse and the mean of f, without derivatives, of a request without values. Give the lse
+    where there are no tangents."""
+    (b, hq, q_len, _), score = request.q.shape, request.score
+    if lse is None:
+        acc = torch.float64 if request.q.dtype == torch.float64 else torch.float32
+        c = torch.zeros(b, hq, q_len, dtype=acc, device=request.q.device)
+        added = request._replace(score=Added(c, score, f), moves=True)
+        dual = run_along(added, {c: torch.ones_like(c)})
+        return dual.lse, dual.lse_tangent
+    c = torch.zeros_like(lse)
+    added = request._replace(score=Added(c, score, f), trains=True, learned=(c,))
+    out = request.q.new_zeros(b, hq, q_len, 1)
+    return lse, run_backward(added, out, lse, out, torch.ones_like(lse)).captured[0]
+
+
+def _moved(request: Request, mean: Tensor, f: Number) -> Tensor:
+    """Return zeros whose gradient is that of the mean of f."""
+    carrier = run(request._replace(score=Carrier(mean, request.score, f))).lse
+    carrier = torch.where(carrier.isinf(), 0.0, carrier)
+    return carrier - carrier.detach()
+
+
+def _score(score: Tensor, *positions: Tensor) -> Tensor:
+    return score
+
+
+def _fixed_score(score: Tensor, *positions: Tensor) -> Tensor:
+    return score.detach()
+
+
+def _at_first_key(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx == 0
+
+
+def _at_position_0(
+    positions: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return positions[kv_idx] == 0
