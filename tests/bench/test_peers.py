@@ -3,12 +3,13 @@
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import headway
-from headway_lab.bench import cute_scores, measure, peers, timing
+from headway_lab.bench import cute_mods, measure, peers, timing
 from headway_lab.bench.case import FORWARD, Case, Unavailable, make_inputs, tilted
 from headway_lab.bench.cases import GPU_CASES
 from headway_lab.bench.peers import PEERS
@@ -157,9 +158,9 @@ def cute(monkeypatch):
     played = SimpleNamespace(
         full_like=torch.full_like, make_rmem_tensor=lambda n, of: Fragment([0])
     )
-    monkeypatch.setattr(cute_scores, "cute", played)
+    monkeypatch.setattr(cute_mods, "cute", played)
     types = SimpleNamespace(Float32=torch.float32, Int32=torch.int32)
-    monkeypatch.setattr(cute_scores, "cutlass", types)
+    monkeypatch.setattr(cute_mods, "cutlass", types)
 
 
 def flash_attn_func(q, k, v, causal, score_mod, score_mod_bwd, aux_tensors=()):
@@ -206,6 +207,65 @@ def test_what_its_scores_are_not_timed_with_is_said(changes):
         peers._flash4_scored(case, make_inputs(case))
 
 
+class Blocks(NamedTuple):
+    """`BlockSparseTensorsTorch`, with its fields in its order."""
+
+    mask_block_cnt: torch.Tensor
+    mask_block_idx: torch.Tensor
+    full_block_cnt: torch.Tensor | None = None
+    full_block_idx: torch.Tensor | None = None
+    block_size: tuple[int, int] | None = None
+
+    def pairs(self, count, index, n):
+        """Which pairs lie in the blocks of one of the two lists, `(n, n)`."""
+        rows, columns = index.shape[2:]
+        blocks = torch.zeros(rows, columns, dtype=torch.bool)
+        for row in range(rows):
+            blocks[row, index[0, 0, row, : count[0, 0, row]].long()] = True
+        return blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :n]
+
+
+def flash_attn_func_of_blocks(
+    q, k, v, mask_mod, block_sparse_tensors, block_sparse_tensors_bwd, aux_tensors=()
+):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    n = q.shape[2]
+    kept = torch.zeros(n, n, dtype=torch.bool)
+    for lists in (block_sparse_tensors, block_sparse_tensors_bwd):
+        assert lists.block_size == (128, 128)
+        partial = lists.pairs(lists.mask_block_cnt, lists.mask_block_idx, n)
+        full = lists.pairs(lists.full_block_cnt, lists.full_block_idx, n)
+        if lists is block_sparse_tensors_bwd:  # of queries, for every block of keys
+            partial, full = partial.T, full.T
+        i, j = torch.arange(n)[:, None], torch.arange(n)
+        seen = mask_mod(None, None, i, j, None, [Table(x) for x in aux_tensors])
+        now = full | partial & seen
+        assert lists is block_sparse_tensors or torch.equal(now, kept)
+        kept = now
+    return headway.attention(q, k, v, mask=headway.dense(kept)).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("name", ["window", "documents"])
+def test_its_own_masks_with_lists_of_blocks_are_the_cases_masks(quick, cute, monkeypatch, name):
+    interface = SimpleNamespace(flash_attn_func=flash_attn_func_of_blocks)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    sparsity = SimpleNamespace(BlockSparseTensorsTorch=Blocks)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)
+    ids = torch.arange(400) // 90
+    masks = {
+        "window": lambda: headway.causal() & headway.sliding_window(70),
+        "documents": lambda: headway.causal() & headway.document(ids),
+    }
+    assert len(timed("flash-attention-4 blocks", mask=masks[name], length=400)) == 2
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "both sides", *ODD])
+def test_masks_without_lists_of_blocks_are_named(name):
+    case = replace(CASE, mask=(MASKS | ODD)[name])
+    with pytest.raises(Unavailable, match="timed with causal windows and documents"):
+        peers._flash4_sparse(case, make_inputs(case))
+
+
 # -- rows, the curve, clocks ----------------------------------------------------------------------
 
 
@@ -248,7 +308,7 @@ def test_a_peer_runs_only_where_it_can(quick):
     """On this machine: a line that says why, and no figure."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is there")
-    for name in ("cudnn flex", "flash-attention-4 scored", "varlen"):
-        *_, line = timed(name)
+    for name in ("cudnn flex", "flash-attention-4 scored", "flash-attention-4 blocks", "varlen"):
+        *_, line = timed(name, mask=MASKS["window" if name.endswith("blocks") else "causal"])
         assert (line.direction, line.verdict) in {("", "not run"), (FORWARD, "")}
         assert line.note.startswith("could not run: ")

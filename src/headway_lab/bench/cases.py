@@ -300,6 +300,7 @@ def _heated() -> Score:
 
 # Whom an expert asks for, on the tensors of a model: (b, length, heads, d) in memory.
 _EVERY = ("flex", "flex flash", "cudnn", "cudnn flex", "varlen", _FLASH4, f"{_FLASH4} scored")
+_BLOCKS = f"{_FLASH4} blocks"
 
 # b, hq, hk, keys, d: from one long row to many, with groups of 8, of 4 and of 1; and MLA's.
 _CACHES = (
@@ -347,7 +348,7 @@ GPU_CASES: tuple[Case, ...] = (
     _plain("stats-8k-128-causal", (2, 16, 16, 8192, 128), "stats", stats=True, peers=("cudnn",),
            targets=()),
     *(_gpu(f"rows-{name}", (2, 16, 16, 8192, 128), "rows", by_rows=True, mask=mask, score=score,
-           peers=_EVERY)
+           peers=(*_EVERY, _BLOCKS))
       for name, mask, score in (
           ("8k-128-causal", causal, None), ("8k-128-full", None, None),
           ("softcap-causal", causal, lambda: softcap(20.0)),

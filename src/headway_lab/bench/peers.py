@@ -24,31 +24,43 @@ from headway.distributed import Layout
 from headway.mods import alibi, causal, document, sliding_window, softcap
 from headway.mods.base import Both, Either, MaskFn
 
-from . import cute_scores
+from . import cute_mods
 from .case import Case, CaseInputs, Unavailable, tilted
 
 
 def _flash4(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     """Return the call, compiled; `x` should lie in memory as `CaseInputs.by_rows` returns it."""
     options = flash4_options(inputs)
-    tensors = inputs.q, inputs.k, inputs.v
+    if "cu_seqlens_q" not in options:
+        return _flash4_call(inputs, options)
 
-    def dense() -> Tensor:
-        out, _ = flash.flash_attn_func(*(t.transpose(1, 2) for t in tensors), **options)
-        return out.transpose(1, 2)
-
-    def varlen() -> Tensor:
-        tokens = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
+    def call(flash: Any) -> Tensor:
+        tokens = (t.transpose(1, 2).flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
         out, _ = flash.flash_attn_varlen_func(*tokens, **options)
         return out.unflatten(0, (inputs.q.shape[0], -1)).transpose(1, 2)
 
-    call = varlen if "cu_seqlens_q" in options else dense
+    return _compiled("flash_attn.cute.interface", call)
+
+
+def _flash4_call(inputs: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
+    """Return a call of `flash_attn_func`, compiled."""
+
+    def call(flash: Any) -> Tensor:
+        tensors = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+        out, _ = flash.flash_attn_func(*tensors, **options)
+        return out.transpose(1, 2)
+
+    return _compiled("flash_attn.cute.interface", call)
+
+
+def _compiled(module: str, call: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+    """Return a call of a module that may be missing, after a first one, or raise `Unavailable`."""
     try:
-        flash = importlib.import_module("flash_attn.cute.interface")
-        call()
+        bound = partial(call, importlib.import_module(module))
+        bound()
     except Exception as error:  # of its compiler too
         raise Unavailable.because(error) from error
-    return call
+    return bound
 
 
 def flash4_options(inputs: CaseInputs) -> dict[str, Any]:
@@ -79,26 +91,46 @@ def _flash4_scored(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
         raise Unavailable("its score functions are timed with a causal mask or none")
     options: dict[str, Any] = {"causal": inputs.mask is not None}
     if inputs.score is None:
-        score = cute_scores.IDENTITY
+        score = cute_mods.IDENTITY
     elif isinstance(inputs.score, tilted):
-        score = cute_scores.TILTED
+        score = cute_mods.TILTED
     elif isinstance(inputs.score, alibi) and inputs.mask is not None and not inputs.learned:
-        score, options["aux_tensors"] = cute_scores.ALIBI, [inputs.score.slopes.float()]
+        score, options["aux_tensors"] = cute_mods.ALIBI, [inputs.score.slopes.float()]
     else:
         raise Unavailable("of the scores it has here causal ALiBi, the user's, and identity")
     options |= {"score_mod": score.forward, "score_mod_bwd": score.backward}
-    tensors = inputs.q, inputs.k, inputs.v
+    return _flash4_call(inputs, options)
 
-    def call() -> Tensor:
-        out, _ = flash.flash_attn_func(*(t.transpose(1, 2) for t in tensors), **options)
-        return out.transpose(1, 2)
 
+def _flash4_sparse(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    """Return a call with the case's mask in FlashAttention-4's own language, and lists of blocks
+    that PyTorch's `create_block_mask` makes before, as its users do."""
+    others = [part for part in _conjuncts(inputs.mask) if part != causal()]
+    if inputs.score is not None or not isinstance(inputs.mask, Both) or len(others) != 1:
+        raise Unavailable("its lists of blocks are timed with causal windows and documents")
+    options: dict[str, Any] = {}
+    if isinstance(others[0], sliding_window):
+        options["mask_mod"] = cute_mods.causal_window(others[0].window)
+    elif isinstance(others[0], document) and others[0].kv_ids is None and others[0].ids.dim() == 1:
+        options |= {"mask_mod": cute_mods.causal_documents, "aux_tensors": [others[0].ids.int()]}
+    else:
+        raise Unavailable("its lists of blocks are timed with causal windows and documents")
+    n, blocks = case.length, (128, 128)  # its backward on Hopper takes no others
+    lists = flex.create_block_mask(
+        mask_mod(inputs.mask), None, None, n, n, device=inputs.q.device, BLOCK_SIZE=blocks
+    )
+    kinds = ("num_blocks", "indices")
     try:
-        flash = importlib.import_module("flash_attn.cute.interface")
-        call()
-    except Exception as error:  # of its compiler too
+        sparsity: Any = importlib.import_module("flash_attn.cute.block_sparsity")
+        for argument, side in (("", "kv"), ("_bwd", "q")):
+            partial_blocks = (getattr(lists, f"{side}_{kind}") for kind in kinds)
+            full_blocks = (getattr(lists, f"full_{side}_{kind}") for kind in kinds)
+            options[f"block_sparse_tensors{argument}"] = sparsity.BlockSparseTensorsTorch(
+                *partial_blocks, *full_blocks, block_size=blocks
+            )
+    except Exception as error:
         raise Unavailable.because(error) from error
-    return call
+    return _flash4_call(inputs, options)
 
 
 def _varlen(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
@@ -112,20 +144,15 @@ def _varlen(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     rows = n * torch.arange(b + 1, dtype=torch.int32, device=inputs.q.device)
     ends = options.get("cu_seqlens_q", rows)
     longest = options.get("max_seqlen_q", n)
-    tensors = inputs.q, inputs.k, inputs.v
     gqa = {"enable_gqa": True} if case.hq != case.hk else {}
 
-    def call() -> Tensor:
-        tokens = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
-        out = attend(*tokens, ends, ends, longest, longest, window_size=window, **gqa)
+    def call(varlen: Any) -> Tensor:
+        tokens = (t.transpose(1, 2).flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+        lengths = ends, ends, longest, longest
+        out = varlen.varlen_attn(*tokens, *lengths, window_size=window, **gqa)
         return out.unflatten(0, (b, n)).transpose(1, 2)
 
-    try:
-        attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        call()
-    except Exception as error:
-        raise Unavailable.because(error) from error
-    return call
+    return _compiled("torch.nn.attention.varlen", call)
 
 
 def _cudnn_flex(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
@@ -354,6 +381,10 @@ PEERS = {
     ),
     "flash-attention-4 scored": Peer(
         _flash4_scored, "flash_attn.cute with a score function in CuTe DSL, on a GPU",
+        backward=("cuda",), by_rows=True, package="flash-attn-4",
+    ),
+    "flash-attention-4 blocks": Peer(
+        _flash4_sparse, "flash_attn.cute with a mask in CuTe DSL and lists of blocks, on a GPU",
         backward=("cuda",), by_rows=True, package="flash-attn-4",
     ),
     "cudnn flex": Peer(

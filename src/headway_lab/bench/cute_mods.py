@@ -1,4 +1,4 @@
-"""Score functions of FlashAttention-4, in CuTe DSL: each is a pair, forward and its derivative.
+"""Scores and masks of FlashAttention-4, in CuTe DSL. A score is a pair: forward and derivative.
 
 FlashAttention-4 compiles them from their source, so they stand here as its users write them.
 Without CuTe DSL this file can be imported, but nothing in it can be called.
@@ -47,12 +47,34 @@ def _tilted_backward(grad, score, b, h, i, j, seqlen, captured):
 
 @jit
 def _alibi(score, b, h, i, j, seqlen, captured):
-    slopes = captured[0]
-    head = cute.make_rmem_tensor(1, cutlass.Int32)
-    head.store(h)
-    slope = cute.make_rmem_tensor(1, slopes.element_type)
-    slope[0] = slopes[head[0]]
-    return score + slope.load().to(cutlass.Float32) * (j - i).to(cutlass.Float32)
+    slope = _at(captured[0], h)
+    return score + slope.to(cutlass.Float32) * (j - i).to(cutlass.Float32)
+
+
+@jit
+def _at(table, index):
+    """Return one number of a captured tensor `(n,)`."""
+    position = cute.make_rmem_tensor(1, cutlass.Int32)
+    position.store(index)
+    number = cute.make_rmem_tensor(1, table.element_type)
+    number[0] = table[position[0]]
+    return number.load()
+
+
+@jit
+def causal_documents(b, h, i, j, seqlen, captured):
+    """A causal mask inside of documents, whose numbers `(length,)` are captured."""
+    return (j <= i) & (_at(captured[0], i) == _at(captured[0], j))
+
+
+def causal_window(window: int) -> Any:
+    """Return the mask of the last `window` keys, the query's own among them."""
+
+    @jit
+    def mask(b, h, i, j, seqlen, captured):
+        return (j <= i) & (i - j < cute.full_like(i, window))
+
+    return mask
 
 
 IDENTITY = CuteScore(_identity, _identity_backward)
