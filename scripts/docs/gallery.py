@@ -112,7 +112,7 @@ MASKS = [
     Entry(
         "prefix", "Prefix",
         "Every query attends to the whole prompt. The rest is causal.",
-        "mask = hw.causal() | hw.prefix(20)  # or a tensor (batch,): a length for each row\n"
+        "mask = hw.causal() | hw.prefix(20)  # or a length per row: (batch,)\n"
         "out = hw.attention(q, k, v, mask=mask)",
         "Raffel et al. 2020, T5, arXiv 1910.10683, figure 4",
         kept="(j <= i) | (j < 20)", case="prefix-2048",
@@ -238,7 +238,8 @@ MASKS = [
         "sequence, so the kernel visits fewer tiles.",
         "mask = hw.tiled(hw.neighborhood((8, 8), (3, 3)), (8, 8), (4, 4))\n"
         "order = mask.order()\n"
-        "out = hw.attention(*(x[:, :, order] for x in (q, k, v)), mask=mask)[:, :, order.argsort()]",
+        "moved = [x[:, :, order] for x in (q, k, v)]\n"
+        "out = hw.attention(*moved, mask=mask)[:, :, order.argsort()]",
         "Zhang et al. 2025, Sliding Tile Attention, arXiv 2502.04507, section 3.2",
         kept="near(i // 8, j // 8) & near(i % 8, j % 8)",
         where="here i and j count in rows, as above; the picture is in the order of tiles",
@@ -385,7 +386,8 @@ SCORES = [
         "swin-bias", "A table by distance in a window",
         "Swin learns one number for each difference of rows and columns inside a window of 4 × 4. The "
         "sequence holds four windows.",
-        "table = torch.randn(49, 4, requires_grad=True)  # (2 · 4 − 1)² differences, 4 heads\n"
+        "# (2 · 4 − 1)² differences, 4 heads:\n"
+        "table = torch.randn(49, 4, requires_grad=True)\n"
         "score, mask = hw.window_bias(table, (4, 4)), hw.chunked(16)\n"
         "out = hw.attention(q, k, v, score, mask)",
         "Liu et al. 2021, arXiv 2103.14030, equation 4",

@@ -2,10 +2,10 @@
 
     from headway.compat.flash import flash_attn_func, flash_attn_varlen_func
 
-Signatures of flash-attn 2, with FlashAttention-4's `learnable_sink` as a keyword;
-`headway.compat.flash3` and `flash4` have those of the later ones. Beyond it: any dtype, width and
+The signatures are flash-attn 2's, with FlashAttention-4's `learnable_sink` as a keyword.
+`headway.compat.flash3` and `flash4` have the later ones. Beyond the original: any dtype, width and
 device, gradients of `alibi_slopes` and sinks, and a differentiable log-sum-exp (flash-attn 2 and 3
-drop its gradient in silence).
+drop its gradient without an error).
 """
 
 from typing import Any
@@ -38,23 +38,27 @@ def flash_attn_func(
     *,
     learnable_sink: Tensor | None = None,
 ) -> Any:
-    """Attention over `q` `(b, q_len, hq, d)`, `k` `(b, kv_len, hk, d)`, `v` `(b, kv_len, hk, dv)`.
+    """Return attention, with the signature of flash-attn 2.
 
     **Arguments:**
 
-    - `causal`: the last query sees the last key (bottom-right).
-    - `window_size`: `(left, right)` keys around each query's diagonal; a negative number or None
-      means no limit.
-    - `softcap`: `cap · tanh(score / cap)`; 0.0 is none.
+    - `q`, `k`, `v`: `(b, q_len, hq, d)`, `(b, kv_len, hk, d)` and `(b, kv_len, hk, dv)`.
+    - `dropout_p`: the probability of dropping a weight. Pass 0.0 in evaluation.
+    - `softmax_scale`: the factor of the logits. None: `1/sqrt(d)`.
+    - `causal`: a query attends to keys up to its own position. The last query is aligned with the
+      last key (bottom-right).
+    - `window_size`: `(left, right)` keys around each query's diagonal. A negative number or None
+      is no limit.
+    - `softcap`: caps logits by `softcap · tanh(logit / softcap)`. 0.0 is off.
     - `alibi_slopes`: `(hq,)` or `(b, hq)`; adds `-slope · |i + kv_len - q_len - j|`.
-    - `deterministic`: bit-equal gradients run after run.
+    - `deterministic`: gradients have the same bits in every run.
     - `return_attn_probs`: also return the log-sum-exp `(b, hq, q_len)`, differentiable, and None
-      in place of the probabilities, which are never made (refused together with dropout).
-    - `learnable_sink`: `(hq,)`, a logit that joins the softmax and has no value.
+      in place of the probabilities, which are never computed. It is refused with dropout.
+    - `learnable_sink`: `(hq,)`, a logit per head that joins the softmax and has no value.
 
-    **Returns:** `(b, q_len, hq, dv)`, contiguous; with `return_attn_probs` `(out, lse, None)`.
+    **Returns:** `(b, q_len, hq, dv)`, contiguous. With `return_attn_probs`, `(out, lse, None)`.
 
-    **Raises:** `RuntimeError` (also an `ArgumentError`).
+    **Raises:** a `RuntimeError` that is also an `ArgumentError`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, _DENSE)
@@ -77,7 +81,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of `qkv` `(b, length, 3, h, d)`."""
+    """Return `flash_attn_func` of `qkv` `(b, length, 3, h, d)`."""
     q, k, v = unpack("qkv", qkv, 3, "(b, length, 3, heads, width)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -97,7 +101,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of `q` `(b, q_len, hq, d)` and `kv` `(b, kv_len, 2, hk, d)`."""
+    """Return `flash_attn_func` of `q` `(b, q_len, hq, d)` and `kv` `(b, kv_len, 2, hk, d)`."""
     k, v = unpack("kv", kv, 2, "(b, length, 2, heads, width)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -125,23 +129,27 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: Tensor | None = None,
 ) -> Any:
-    """Packed sequences: `q` `(total_q, hq, d)`, `k` and `v` `(total_k, hk, ·)`, nothing padded.
+    """Return attention inside of packed sequences (varlen), with flash-attn 2's signature.
 
-    Sequence n is `q[cu_seqlens_q[n]:cu_seqlens_q[n + 1]]` and likewise for keys; each attends to
-    itself alone, as `flash_attn_func` would. Only tiles with pairs in them are visited.
+    Sequence n has the queries `q[cu_seqlens_q[n]:cu_seqlens_q[n + 1]]`, and keys likewise. It
+    attends to itself alone, as in `flash_attn_func`. Tiles without pairs are skipped.
 
     **Arguments:** as `flash_attn_func`, and
 
+    - `q`, `k`, `v`: `(total_q, hq, d)`, `(total_k, hk, d)` and `(total_k, hk, dv)`, no padding.
     - `cu_seqlens_q`, `cu_seqlens_k`: int `(sequences + 1,)`, from 0 to at most the totals. You may
       write to them between replays of a CUDA graph, whose calls visit every tile.
-    - `max_seqlen_q`, `max_seqlen_k`: no sequence is longer; not needed, but checked on CPU.
-    - `block_table`: int32 `(sequences, max_pages)`; k and v are then pages `(pages, page, hk, ·)`,
-      and sequence n has `cu_seqlens_k[n + 1] - cu_seqlens_k[n]` keys. Where something is trained,
-      the pages are copied.
+    - `max_seqlen_q`, `max_seqlen_k`: the longest sequence. They are not needed, but checked on the
+      CPU.
+    - `block_table`: int32 `(sequences, max_pages)`. k and v are then pages, `(pages, page, hk, ·)`,
+      and sequence n has `cu_seqlens_k[n + 1] - cu_seqlens_k[n]` keys. For training, the pages are
+      copied.
     - `alibi_slopes`: `(hq,)` or `(sequences, hq)`.
 
-    **Returns:** `(total_q, hq, dv)`; with `return_attn_probs` `(out, lse, None)`, lse
+    **Returns:** `(total_q, hq, dv)`. With `return_attn_probs`, `(out, lse, None)`, lse
     `(hq, total_q)`. Tokens after the last sequence get 0.
+
+    **Raises:** as `flash_attn_func`.
     """
     check_axes("q", q, _PACKED)
     for name, x in (("k", k), ("v", v)):
@@ -170,7 +178,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of `qkv` `(total, 3, h, d)`."""
+    """Return `flash_attn_varlen_func` of `qkv` `(total, 3, h, d)`."""
     q, k, v = unpack("qkv", qkv, 3, "(total, 3, heads, width)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
@@ -194,7 +202,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of `q` `(total_q, hq, d)` and `kv` `(total_k, 2, hk, d)`."""
+    """Return `flash_attn_varlen_func` of `q` `(total_q, hq, d)` and `kv` `(total_k, 2, hk, d)`."""
     k, v = unpack("kv", kv, 2, "(total, 2, heads, width)")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,

@@ -52,21 +52,23 @@ def flash_attn_func(
     *,
     learnable_sink: Tensor | None = None,
 ) -> Any:
-    """Attention over `q` `(b, q_len, hq, d)`, `k` `(b, kv_len, hk, d)`, `v` `(b, kv_len, hk, dv)`.
+    """Return attention, with the signature of flash-attn 3.
 
-    **Arguments:** those of `headway.compat.flash.flash_attn_func` of the same name, and
+    **Arguments:** `q` `(b, q_len, hq, d)`, `k` `(b, kv_len, hk, d)`, `v` `(b, kv_len, hk, dv)`, the
+    other names of `headway.compat.flash.flash_attn_func`, and
 
-    - `qv`: `(b, q_len, hq, dv)`; adds `qv · v` to the products of q and k. `softmax_scale` is then
-      `1 / sqrt(d + dv)` if None. k and v are copied side by side.
+    - `qv`: `(b, q_len, hq, dv)`; adds `qv · v` to q · k. A `softmax_scale` of None is then
+      `1 / sqrt(d + dv)`. k and v are copied side by side.
     - `q_descale`, `k_descale`, `v_descale`: `(b, hk)`, multiply q, k and v. float8 is computed in
       float32, and out is then bfloat16.
-    - `attention_chunk`: a query sees the keys of its own chunk of so many alone; 0: no chunks.
-    - `num_splits`, `pack_gqa`, `sm_margin`: how the original cuts its work, which is chosen here.
+    - `attention_chunk`: a query attends inside of its chunk of this many keys. 0 is off.
+    - `num_splits`, `pack_gqa`, `sm_margin`: accepted without effect. Headway chooses how to cut the
+      work.
 
-    **Returns:** `(b, q_len, hq, dv)`, contiguous; with `return_attn_probs` `(out, lse)`, lse
+    **Returns:** `(b, q_len, hq, dv)`, contiguous. With `return_attn_probs`, `(out, lse)`, lse
     `(b, hq, q_len)`, differentiable.
 
-    **Raises:** `RuntimeError` (also an `ArgumentError`).
+    **Raises:** a `RuntimeError` that is also an `ArgumentError`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, _DENSE)
@@ -97,7 +99,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of `qkv` `(b, length, 3, h, d)`, or `(b, length, hq + 2 hk, d)` with
+    """Return `flash_attn_func` of `qkv` `(b, length, 3, h, d)`, or `(b, length, hq + 2 hk, d)` with
     `num_heads_q`."""
     if num_heads_q is None or (isinstance(qkv, Tensor) and qkv.dim() == 5):
         q, k, v = unpack("qkv", qkv, 3, "(b, length, 3, heads, width)")
@@ -145,16 +147,17 @@ def flash_attn_varlen_func(
     *,
     learnable_sink: Tensor | None = None,
 ) -> Any:
-    """`flash_attn_func` of packed sequences: `q` `(total_q, hq, d)`, `k`, `v` `(total_k, hk, ·)`.
+    """Return `flash_attn_func` of packed q `(total_q, hq, d)`, k and v `(total_k, hk, ·)`.
 
-    **Arguments:** as `flash_attn_func`, those of `headway.compat.flash.flash_attn_varlen_func`, and
+    **Arguments:** as `flash_attn_func` and `headway.compat.flash.flash_attn_varlen_func`, and
 
-    - `seqused_q`, `seqused_k`: int `(sequences,)`, how many tokens of every sequence are there. A
-      q or k without offsets (`cu_seqlens_q=None`) is padded: `(sequences, length, heads, width)`.
+    - `seqused_q`, `seqused_k`: int `(sequences,)`, the number of valid tokens per sequence. A q or
+      k without offsets (`cu_seqlens_q=None`) is padded: `(sequences, length, heads, width)`.
 
-    **Returns:** out of q's layout, contiguous; with `return_attn_probs` `(out, lse)`, lse
-    `(hq, total_q)`, or `(sequences, hq, q_len)` where q is padded. Queries that are not there get
-    0.
+    **Returns:** out in the layout of q, contiguous. With `return_attn_probs`, `(out, lse)`, lse
+    `(hq, total_q)`, or `(sequences, hq, q_len)` if q is padded. Queries that are not valid get 0.
+
+    **Raises:** as `flash_attn_func`.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, _PACKED, _DENSE)
@@ -208,7 +211,7 @@ def flash_attn_with_kvcache(
     *,
     learnable_sink: Tensor | None = None,
 ) -> Any:
-    """`headway.compat.flash.flash_attn_with_kvcache`, with flash-attn 3's places."""
+    """Return `headway.compat.flash.flash_attn_with_kvcache`, in flash-attn 3's argument order."""
     return flash_cache.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
@@ -228,7 +231,7 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`headway.compat.flash.flash_attn_combine`, with flash-attn 3's places."""
+    """Return `headway.compat.flash.flash_attn_combine`, in flash-attn 3's argument order."""
     return flash_cache.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
 
 
@@ -255,8 +258,8 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Return an empty int32 tensor, to be passed on as `scheduler_metadata`: kernels here read the
-    lengths themselves, when they run."""
+    """Return an empty int32 tensor to pass as `scheduler_metadata`. Headway's kernels need none:
+    they read the lengths when they run."""
     return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 

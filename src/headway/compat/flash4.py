@@ -36,9 +36,12 @@ _PACKED = "(total, heads, width)"
 
 
 class BlockSparseTensorsTorch(NamedTuple):
-    """The blocks of keys that every block of queries sees: how many, `(b or 1, heads or 1, rows)`,
-    and which, `(b or 1, heads or 1, rows, columns)`; first those in which `mask_mod` decides, then
-    full ones. `block_size` is `(queries, keys)`, (128, 128) if None."""
+    """The blocks of keys for every block of queries: partial ones, in which `mask_mod` decides
+    (`mask_block_*`), and full ones (`full_block_*`).
+
+    Counts are `(b or 1, heads or 1, rows)`, indices `(b or 1, heads or 1, rows, columns)`.
+    `block_size` is `(queries, keys)`; None is (128, 128).
+    """
 
     mask_block_cnt: Tensor
     mask_block_idx: Tensor
@@ -75,28 +78,29 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over `q` `(b, q_len, hq, d)`, `k` `(b, kv_len, hk, d)`, `v` `(b, kv_len, hk, dv)`.
+    """Return attention, with the signature of FlashAttention-4.
 
-    **Arguments:** those of `headway.compat.flash.flash_attn_func` of the same name, and
+    **Arguments:** `q` `(b, q_len, hq, d)`, `k` `(b, kv_len, hk, d)`, `v` `(b, kv_len, hk, dv)`, the
+    other names of `headway.compat.flash.flash_attn_func`, and
 
-    - `qv`: `(b, q_len, hq, dv)`; adds `qv · v` to the products of q and k. `softmax_scale` is then
-      `1 / sqrt(d + dv)` if None. k and v are copied side by side. q and k may be None.
-    - `window_size`: None is no limit; a negative number is a limit beyond the diagonal. A window
-      without any key in it counts as none, as in the original.
+    - `qv`: `(b, q_len, hq, dv)`; adds `qv · v` to q · k. A `softmax_scale` of None is then
+      `1 / sqrt(d + dv)`. k and v are copied side by side. q and k may be None.
+    - `window_size`: None is no limit, and a negative number is a limit beyond the diagonal. As in
+      the original, a window that holds no key at all is ignored.
     - `score_mod`: `(score, b, h, q_idx, kv_idx) -> score`; not with `softcap`.
-    - `mask_mod`: `(b, h, q_idx, kv_idx) -> bool`, True where a key is seen; not with `causal` or a
-      window, which the original drops in silence.
-    - `block_sparse_tensors`: a `BlockSparseTensorsTorch`, ours or theirs. The backward's lists
-      follow from it: `block_sparse_tensors_bwd` lists the same blocks and is not read.
+    - `mask_mod`: `(b, h, q_idx, kv_idx) -> bool`. True: the query attends to the key. It is refused
+      with `causal` or a window, which the original ignores without an error.
+    - `block_sparse_tensors`: a `BlockSparseTensorsTorch`, Headway's or the original's. The lists of
+      the backward follow from it, so `block_sparse_tensors_bwd` is not read.
     - `score_mod_bwd`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`: refused by name.
-    - `num_splits`, `pack_gqa`: how the original cuts its work, which is chosen here.
+    - `num_splits`, `pack_gqa`: accepted without effect. Headway chooses how to cut the work.
 
-    **Returns:** `(out, lse)`: out `(b, q_len, hq, dv)`, contiguous; lse `(b, hq, q_len)`, or
-    `(b, q_len, hq)` with `qv` and where k is v, 512 wide. It is differentiable, and None unless
-    `return_lse` or something is trained.
+    **Returns:** `(out, lse)`. out is `(b, q_len, hq, dv)`, contiguous. lse is `(b, hq, q_len)`, or
+    `(b, q_len, hq)` with `qv` and where k is v, 512 wide. It is differentiable, and None unless you
+    pass `return_lse` or something is trained.
 
-    **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for what only the
-    original's kernels have.
+    **Raises:** a `RuntimeError` that is also an `ArgumentError`; `NotImplementedError` for what
+    only the original's kernels have.
     """
     q, k, qv, heads_last = _of_latent(q, k, v, qv)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -152,21 +156,24 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`flash_attn_func` of sequences: packed with offsets, or padded without.
+    """Return `flash_attn_func` of sequences, packed with offsets or padded without.
 
     **Arguments:** as `flash_attn_func`, and
 
     - `q`: `(total_q, hq, d)` with `cu_seqlens_q`, else `(sequences, q_len, hq, d)`; likewise k and
       v with `cu_seqlens_k`. With `page_table`, int32 `(sequences, max_pages)`, k and v are pages,
       `(pages, page, hk, ·)`, full unless `seqused_k` says how many keys there are.
-    - `seqused_q`, `seqused_k`: int `(sequences,)`, how many tokens of every sequence are there.
-    - `max_seqlen_q`, `max_seqlen_k`, `min_seqlen_k`: no sequence is longer, or shorter; not needed.
-    - `score_mod`, `mask_mod`: b is the sequence, and positions count from its start.
-    - `scheduler_metadata`, `seqlen_k_per_split`, `disable_scheduler_metadata`: how the original
-      cuts its work, which is chosen here.
+    - `seqused_q`, `seqused_k`: int `(sequences,)`, the number of valid tokens per sequence.
+    - `max_seqlen_q`, `max_seqlen_k`, `min_seqlen_k`: the longest and the shortest sequence. They
+      are not needed.
+    - `score_mod`, `mask_mod`: b is the number of the sequence, and positions count from its start.
+    - `scheduler_metadata`, `seqlen_k_per_split`, `disable_scheduler_metadata`: accepted without
+      effect. Headway chooses how to cut the work.
 
-    **Returns:** `(out, lse)`: out of q's layout; lse `(hq, total_q)`, or `(sequences, hq, q_len)`
-    where q is padded, as in `flash_attn_func`. Queries that are not there get 0.
+    **Returns:** `(out, lse)`. out has the layout of q. lse is `(hq, total_q)`, or
+    `(sequences, hq, q_len)` if q is padded. Queries that are not valid get 0.
+
+    **Raises:** as `flash_attn_func`.
     """
     q, k, qv, heads_last = _of_latent(q, k, v, qv)
     axes = (_PACKED, _DENSE) if page_table is None else ("(pages, page, heads, width)",)
@@ -215,8 +222,8 @@ def get_scheduler_metadata(
     leftpad_k: Tensor | None = None,
     seqlen_k_per_split: int | None = None,
 ) -> None:
-    """Return None, to be passed on as `scheduler_metadata`: kernels here read the lengths
-    themselves, when they run."""
+    """Return None, to pass as `scheduler_metadata`. Headway's kernels read the lengths when they
+    run."""
 
 
 _INSTEAD = {

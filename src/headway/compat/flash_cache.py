@@ -95,36 +95,36 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     learnable_sink: Tensor | None = None,
 ) -> Any:
-    """Attention of `q` `(b, q_len, hq, d)` over a cache, to which new keys and values are appended.
+    """Append new keys and values to a cache, if any, and return the attention of q over the cache.
 
-    The arguments are flash-attn 2's, in its order; those that flash-attn 3 has besides are
-    keywords, so its calls work by name.
+    The arguments are flash-attn 2's, in its order. The further ones of flash-attn 3 are keywords,
+    so calls that name them work.
 
     **Arguments:**
 
-    - `k_cache`, `v_cache`: `(rows, capacity, hk, ·)`, or with `block_table` (`page_table` in
-      flash-attn 3), int32 `(b, max_pages)`, pages `(pages, page, hk, ·)` of any size. Written in
-      place.
-    - `k`, `v`: `(b, new, hk, ·)`, written to positions `cache_seqlens[b]` and on before attending.
-    - `cache_seqlens`: int32 `(b,)`, or one number, of the keys that are there; None: all.
-    - `cache_batch_idx`: int32 `(b,)`, the row of the cache, or of `page_table`, of every row of q.
-    - `cache_leftpad`: int32 `(b,)`, the first key of every row.
-    - `rotary_cos`, `rotary_sin`: `(positions, rotary / 2)`; q and the new keys are turned by their
-      positions in the cache, from `cache_seqlens` on, whatever `cache_leftpad`; or from
-      `rotary_seqlens` on, `(b,)`. All queries by the first of them, unless `causal` or in a window.
-    - `causal`, `window_size`: aligned bottom-right; `softcap`, `alibi_slopes`: as in
-      `flash_attn_func`; `learnable_sink`: `(hq,)`, as in flash-attn 4.
-    - `cu_seqlens_q`, `max_seqlen_q`: q is `(tokens, hq, d)`; `cu_seqlens_k_new`: so are k and v.
-    - `q_descale`, `k_descale`, `v_descale`: `(b, hk)`, multiply q, k and v.
-    - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: how the work is cut, which is
-      chosen here, and changes no result.
+    - `q`: `(b, q_len, hq, d)`, or `(tokens, hq, d)` with `cu_seqlens_q` and `max_seqlen_q`.
+    - `k_cache`, `v_cache`: `(rows, capacity, hk, ·)`. With `block_table` (`page_table` in
+      flash-attn 3), int32 `(b, max_pages)`, they are pages of any size, `(pages, page, hk, ·)`. New
+      keys and values are written to them in place.
+    - `k`, `v`: `(b, new, hk, ·)`, written from position `cache_seqlens[b]` on before attention.
+      With `cu_seqlens_k_new` they are packed, too.
+    - `cache_seqlens`: int32 `(b,)` or one number, the keys in each row. None: the capacity.
+    - `cache_batch_idx`: int32 `(b,)`, the row of the cache, or of `page_table`, for each row of q.
+    - `cache_leftpad`: int32 `(b,)`, the first valid key of each row.
+    - `rotary_cos`, `rotary_sin`: `(positions, rotary / 2)`. They rotate q and the new keys by their
+      positions in the cache, which start at `cache_seqlens`, or at `rotary_seqlens`, `(b,)`, for
+      any `cache_leftpad`. Without `causal` and a window, all queries have the first position.
+    - `causal`, `window_size`: aligned bottom-right.
+    - `softcap`, `alibi_slopes`, `learnable_sink`: as in `flash_attn_func`.
+    - `attention_chunk`: a query attends inside of its chunk of this many keys. 0 is off.
+    - `q_descale`, `k_descale`, `v_descale`: `(b, hk)`, factors of q, k and v.
+    - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: accepted without effect. Headway
+      chooses how to cut the work.
 
-    - `attention_chunk`: a query sees the keys of its own chunk of so many alone; 0: no chunks.
+    **Returns:** `(b, q_len, hq, dv)` or `(tokens, hq, dv)`, in bfloat16 if q is float8. With
+    `return_softmax_lse` also the log-sum-exp, `(b, hq, q_len)` or `(hq, tokens)`. No gradient.
 
-    **Returns:** `(b, q_len, hq, dv)` or `(tokens, hq, dv)`, bfloat16 for a q in float8; with
-    `return_softmax_lse` also the log-sum-exp `(b, hq, q_len)` or `(hq, tokens)`.
-
-    **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for `qv`.
+    **Raises:** a `RuntimeError` that is also an `ArgumentError`; `NotImplementedError` for `qv`.
     """
     if qv is not None:
         raise NotSupported(
@@ -217,19 +217,20 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over all keys from partial results over disjoint ones.
+    """Return the attention over all keys from partial results over disjoint sets of keys.
 
     **Arguments:**
 
-    - `out_partial`: `(splits, b, length, heads, dv)` or `(splits, tokens, heads, dv)`, and
-      `lse_partial` without the last dimension: natural logarithms, -inf where nothing was seen.
-    - `out`: where to write; `out_dtype`: of the result, that of `out_partial` if None.
-    - `cu_seqlens`, `seqused`: which tokens there are, as in `flash_attn_varlen_func`. The others
-      get 0, with a log-sum-exp of -inf; in `out` they stay as they are.
-    - `virtual_batch_idx`: the order in which a kernel takes the rows, `(b,)`; no result depends on
-      it.
+    - `out_partial`: `(splits, b, length, heads, dv)` or `(splits, tokens, heads, dv)`.
+    - `lse_partial`: the same without the last dimension, in natural logarithms. -inf: no keys.
+    - `out`: a tensor to write to. `out_dtype`: the dtype of the result. None: `out_partial`'s.
+    - `cu_seqlens`, `seqused`: which tokens are valid, as in `flash_attn_varlen_func`. Other tokens
+      get 0 and a log-sum-exp of -inf. In `out` they stay unchanged.
+    - `virtual_batch_idx`: `(b,)`, the order in which a kernel takes the rows. It changes no result.
 
-    **Returns:** out and the log-sum-exp of all, None unless `return_lse`.
+    **Returns:** `(out, lse)`. lse is None unless `return_lse`.
+
+    **Raises:** a `RuntimeError` that is also an `ArgumentError`.
     """
     axes = "(splits, b, length, heads, width)", "(splits, tokens, heads, width)"
     check_axes("out_partial", out_partial, *axes)

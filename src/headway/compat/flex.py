@@ -2,9 +2,10 @@
 
     from headway.compat.flex import flex_attention, create_block_mask
 
-It also takes what the original refuses: training on CPU, one captured tensor indexed many times,
-learned 0-d scalars, heads of any width, any ratio of query to key heads. PyTorch's own `BlockMask`
-is accepted; ours keeps runs of tiles in place of lists of blocks, and is built without the square.
+Beyond the original, it trains on a CPU, and takes captured tensors that are indexed several times,
+trainable 0-d scalars, heads of any width, and any ratio of query to key heads. It accepts PyTorch's
+own `BlockMask`. Headway's holds runs of tiles instead of lists of blocks, and is built from the
+mask's formula.
 """
 
 import inspect
@@ -92,25 +93,26 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """softmax(score_mod(scale · query keyᵀ) where block_mask) value.
+    """Return softmax(score_mod(scale · query keyᵀ) where block_mask) value.
 
     **Arguments:**
 
-    - `query` `(b, hq, l, e)`, `key` `(b, hk, s, e)`, `value` `(b, hk, s, ev)`; key and value may
-      have batch 1 where `block_mask` has query's.
+    - `query` `(b, hq, l, e)`, `key` `(b, hk, s, e)`, `value` `(b, hk, s, ev)`. Key and value may
+      have batch 1 if `block_mask` has the batch of `query`.
     - `score_mod`: `(score, b, h, q_idx, kv_idx) -> score`.
-    - `block_mask`: from `create_block_mask`, ours or PyTorch's.
-    - `scale`: `1/sqrt(e)` if None.
-    - `enable_gqa`: must be True where `hq` differs from `hk`.
-    - `return_lse`: return `(out, lse)`; `return_aux=AuxRequest(lse=True)` is the newer way.
-    - `kernel_options`: PyTorch's keys are accepted; they tune its kernels, and do nothing here
-      (one warning names them).
-    - `return_aux`: an `AuxRequest`, ours or PyTorch's; then the result is `(out, AuxOutput)`.
+    - `block_mask`: from `create_block_mask`, Headway's or PyTorch's.
+    - `scale`: the factor of the logits. None: `1/sqrt(e)`.
+    - `enable_gqa`: must be True if `hq` differs from `hk`.
+    - `return_lse`: return `(out, lse)`. `return_aux=AuxRequest(lse=True)` is the newer way.
+    - `kernel_options`: PyTorch's keys are accepted and have no effect, since they tune its kernels.
+      A warning names them once.
+    - `return_aux`: an `AuxRequest`, Headway's or PyTorch's. The result is then `(out, AuxOutput)`.
 
-    **Returns:** `(b, hq, l, ev)`, the dtype of query; a query that sees no key gets 0, lse -inf.
+    **Returns:** `(b, hq, l, ev)`, in the dtype of query. A query that attends to no key gets 0 and
+    an lse of -inf.
 
-    **Raises:** the original's types: `ValueError` for shapes, dtypes and heads,
-    `NotImplementedError` for ranks other than 4, `RuntimeError` for a sliced mask.
+    **Raises:** the types of the original: `ValueError` for shapes, dtypes and heads,
+    `NotImplementedError` for tensors that are not 4-D, `RuntimeError` for a sliced mask.
     """
     enable_gqa = flag_of("enable_gqa", enable_gqa)
     return_lse = flag_of("return_lse", return_lse)
@@ -157,17 +159,21 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """Decide once which blocks of a mask are empty, full or partial, without the square.
+    """Return a block mask: which blocks of a mask are empty, full or partial.
+
+    The blocks follow from the mask's formula, so not every pair is evaluated.
 
     **Arguments:**
 
-    - `mask_mod`: `(b, h, q_idx, kv_idx) -> bool`, True keeps the pair.
-    - `B`, `H`: batch rows and query heads; None is 1, which holds for all.
-    - `device`: the current accelerator, else the CPU, if None.
+    - `mask_mod`: `(b, h, q_idx, kv_idx) -> bool`. True: the query attends to the key.
+    - `B`, `H`: batch rows and query heads. None: one block mask for all.
+    - `device`: None is the current accelerator, or the CPU if there is none.
     - `BLOCK_SIZE`: queries and keys in a block.
-    - `separate_full_blocks`: False calls full blocks partial.
-    - `_compile`, `dq_kv_order`: change nothing, for there is nothing to compile or to schedule.
-    - `compute_dq_write_order`: refused; it serves FlashAttention's kernels.
+    - `separate_full_blocks`: False marks full blocks as partial.
+    - `_compile`, `dq_kv_order`: accepted without effect: there is nothing to compile or to order.
+    - `compute_dq_write_order`: refused, since only FlashAttention's kernels use it.
+
+    **Raises:** `ModError` for a mask that cannot be traced.
     """
     if _positional(mask_mod) != 4:
         raise CallAssertionError(

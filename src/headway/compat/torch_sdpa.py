@@ -2,8 +2,8 @@
 
     from headway.compat.torch_sdpa import scaled_dot_product_attention
 
-It also takes what the original refuses on one device or another: `attn_mask` together with
-`is_causal` (both hold), 1-D masks, gradients of float masks without a square of scores in memory.
+Beyond the original, on every device: `attn_mask` together with `is_causal` (both apply), 1-D masks,
+and gradients of float masks without all scores in memory.
 """
 
 import math
@@ -34,24 +34,25 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(scale · query keyᵀ + attn_mask) value, as PyTorch defines it.
+    """Return softmax(scale · query keyᵀ + attn_mask) value, as PyTorch defines it.
 
     **Arguments:**
 
     - `query` `(..., hq, l, e)`, `key` `(..., hk, s, e)`, `value` `(..., hv, s, ev)`: at least 2-D,
       of one dtype and device; leading dimensions broadcast. Or nested tensors
       (`layout=torch.jagged`), `(b, heads, ragged length, width)`, which take no `attn_mask`.
-    - `attn_mask`: bool (True keeps) or float (added, and differentiable), broadcastable to
-      `(..., hq, l, s)`; or `torch.nn.attention.bias.causal_upper_left` / `causal_lower_right`.
-    - `dropout_p`: applied always, as the original does: pass 0.0 in evaluation.
-    - `is_causal`: query i sees keys 0 to i: the corner is top-left whatever the lengths. Together
-      with `attn_mask`, both hold.
-    - `scale`: `1/sqrt(e)` if None.
+    - `attn_mask`: bool (True: the query attends to the key) or float (added, and differentiable),
+      broadcastable to `(..., hq, l, s)`. Or `torch.nn.attention.bias.causal_upper_left` /
+      `causal_lower_right`.
+    - `dropout_p`: always applied, as in the original: pass 0.0 in evaluation.
+    - `is_causal`: query i attends to keys 0 to i, aligned top-left for any lengths. If you pass
+      `attn_mask` too, both apply.
+    - `scale`: the factor of the logits. None: `1/sqrt(e)`.
     - `enable_gqa`: query head h reads key head `h // (hq // hk)` and value head `h // (hq // hv)`.
 
-    **Returns:** `(..., hq, l, ev)`. A query that may see no key gets 0, with finite gradients.
+    **Returns:** `(..., hq, l, ev)`. A query that attends to no key gets 0, and finite gradients.
 
-    **Raises:** the original's types: `RuntimeError` for shapes, dtypes and probabilities,
+    **Raises:** the types of the original: `RuntimeError` for shapes, dtypes and probabilities,
     `TypeError` for arguments of another type, `ValueError` for a `CausalBias` with `is_causal`.
     Each is an `ArgumentError` as well.
     """
@@ -141,13 +142,14 @@ def _number(scale: Any) -> Any:
 
 @contextmanager
 def use_for_sdpa() -> Iterator[None]:
-    """Reroute PyTorch's function to ours inside a `with`, for code that cannot be edited.
+    """Reroute PyTorch's function to Headway's inside a `with`, for code that you cannot edit.
 
-    Every module that holds `torch.nn.functional.scaled_dot_product_attention`, under any name, gets
-    ours, in all threads, and its own back afterwards; so does a module that is imported meanwhile.
-    Not reached: copies held by objects and closures, and C++ paths that do not call it
-    (`nn.TransformerEncoderLayer` in evaluation). What `torch.jit.script` compiles inside keeps
-    calling ours, in Python, and cannot be saved.
+    In every module that holds `torch.nn.functional.scaled_dot_product_attention`, under any name,
+    it is replaced in all threads, also in modules imported meanwhile, and restored afterwards.
+
+    It does not reach copies that objects and closures hold, nor C++ code that does not call the
+    function (`nn.TransformerEncoderLayer` in evaluation). What `torch.jit.script` compiles inside
+    keeps calling Headway, in Python, and cannot be saved.
     """
     original = torch.nn.functional.scaled_dot_product_attention
     if not _inside:

@@ -56,23 +56,23 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention inside of packed sequences.
+    """Return attention inside of packed sequences, with PyTorch's signature.
 
     **Arguments:**
 
     - `query` `(total_q, hq, d)`, `key` `(total_k, hk, d)`, `value` `(total_k, hk, dv)`: sequence n
       has `query[cu_seq_q[n]:cu_seq_q[n + 1]]`, and keys likewise.
     - `cu_seq_q`, `cu_seq_k`: int `(sequences + 1,)`, from 0 to at most the totals.
-    - `max_q`, `max_k`: no sequence is longer; not needed, but checked on CPU.
-    - `return_aux`: an `AuxRequest`, ours or PyTorch's.
-    - `scale`: `1 / sqrt(d)` if None.
-    - `window_size`: `(left, right)` keys around the diagonal, which ends at the last query and key;
+    - `max_q`, `max_k`: the longest sequence. They are not needed, but checked on the CPU.
+    - `return_aux`: an `AuxRequest`, Headway's or PyTorch's.
+    - `scale`: the factor of the logits. None: `1 / sqrt(d)`.
+    - `window_size`: `(left, right)` keys around the diagonal, which ends at the last query and key.
       -1 is no limit, so `(-1, 0)` is causal.
-    - `enable_gqa`: must be True where `hq` differs from `hk`.
-    - `seqused_k`: int `(sequences,)`, how many keys of every sequence are there.
-    - `block_table`: int32 `(sequences, max_pages)`; key and value are then pages
-      `(pages, page, hk, ·)`, and `seqused_k` or `cu_seq_k` says how many keys there are.
-    - `num_splits`: how the original cuts its work, which is chosen here.
+    - `enable_gqa`: must be True if `hq` differs from `hk`.
+    - `seqused_k`: int `(sequences,)`, the number of valid keys per sequence.
+    - `block_table`: int32 `(sequences, max_pages)`. Key and value are then pages,
+      `(pages, page, hk, ·)`, and `seqused_k` or `cu_seq_k` has the number of keys.
+    - `num_splits`: accepted without effect. Headway chooses how to cut the work.
 
     **Returns:** `(total_q, hq, dv)`; with `return_aux.lse` `(out, lse)`, lse `(hq, total_q)`,
     differentiable. Tokens after the last sequence get 0.
@@ -106,7 +106,7 @@ def varlen_attn_out(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`varlen_attn` that writes to `out`, of the result's shape and dtype, and returns it. It has
+    """Write `varlen_attn` to `out`, of the result's shape and dtype, and return it. It has
     no gradient, as in the original: call it under `torch.no_grad()`."""
     inputs = query, key, value
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
@@ -142,7 +142,7 @@ def varlen_attn_with_stats(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> VarlenOutput:
-    """`varlen_attn` with the log-sum-exp and the largest logit of every head: a `VarlenOutput`."""
+    """Return `varlen_attn`, the log-sum-exp, and the largest logit of every head."""
     out, lse, max_logit = _attend(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa,
         seqused_k, block_table, num_splits, True, True,

@@ -100,9 +100,9 @@ class Layout(ShardTable):
 
     @staticmethod
     def zigzag(length: int, mesh: Any) -> "Layout":
-        """Return a layout of two pieces for each rank, n and 2 ranks - 1 - n of twice as many:
-        under a causal mask all ranks have equal work. (Zhu 2024, zigzag ring attention; Llama 3,
-        arXiv 2407.21783, section 3.3.2)"""
+        """Return a layout that balances a causal mask: rank n holds pieces n and 2 ranks - 1 - n of
+        2 ranks pieces. (Zhu 2024, zigzag ring attention; Llama 3, arXiv 2407.21783, section
+        3.3.2)"""
         length, ranks = count_of("length", length), place_of(mesh).ranks
         cuts = [length * n // (2 * ranks) for n in range(2 * ranks + 1)]
         return Layout(
@@ -117,15 +117,15 @@ class Layout(ShardTable):
         tile: int = 128,
         slack: float = 0.03,
     ) -> "Layout":
-        """Return a layout for packed causal documents. It keeps documents whole where balance
-        allows it, and cuts the others.
+        """Return a layout for packed causal documents. It cuts a document only where balance
+        requires it.
 
-        - `documents`: the lengths of the documents, integers or a tensor `(documents,)`; or of
-          every row of the batch, whose sums are equal.
-        - `tile`: pieces begin at multiples of it, in long sequences also where a document ends
-          inside of a tile: up to `tile` of its tokens are then with the next document.
-        - `slack`: of tokens and of kept pairs no rank has more than this above the mean, where that
-          can be reached.
+        - `documents`: the lengths of the documents, integers or a tensor `(documents,)`. For a
+          batch, a list per row, all of the same sum.
+        - `tile`: pieces begin at multiples of it. In a long sequence, up to `tile` tokens of a
+          document may therefore lie with the next document.
+        - `slack`: the share of tokens, and of pairs to compute, that a rank may have above the
+          mean, where that can be reached.
         """
         from .balance import balance_documents
 
@@ -144,13 +144,14 @@ class Layout(ShardTable):
         tile: int = 128,
         slack: float = 0.03,
     ) -> "Layout":
-        """Return a layout for any mask: no rank has more than `slack` above the mean number of live
-        tiles, where that can be reached. Of such layouts it is the one that moves the fewest bytes.
+        """Return a layout that balances any mask, and moves the fewest bytes of those that do.
 
-        - `masks`: one mask, or a list of those that a model's layers have, for self-attention over
-          `length` tokens: functions, values of the library, or block masks.
-        - `b`, `h`: batch and heads, for masks that look at them. (Block masks know theirs.)
-        - `tile`: pieces are cut at multiples of it.
+        - `masks`: the mask of a self-attention over `length` tokens, or a list with the mask of
+          each layer: functions, library values or block masks.
+        - `b`, `h`: batch rows and heads, for masks that depend on them. Block masks have their own.
+        - `tile`: pieces begin at multiples of it.
+        - `slack`: the share of tiles to compute that a rank may have above the mean, where that
+          can be reached.
         """
         from .balance import balance_masks
 
@@ -186,15 +187,17 @@ class Layout(ShardTable):
     def using(self, plan: str = "auto", transport: str = "auto") -> "Layout":
         """Return the same layout with a plan and a transport for keys and values.
 
-        - `plan`: "heads" (all-gather by chunks of heads), "gather" (in one chunk), "ulysses"
-          (all-to-all), "ulysses*heads" (on a mesh of two dimensions: "ulysses" inside of a node,
-          "heads" between nodes), or "auto", the cheapest (see
+        - `plan`: "heads" all-gathers keys and values by chunks of heads, "gather" in one chunk.
+          "ulysses" uses all-to-alls. "ulysses*heads", on a 2-D mesh, uses "ulysses" inside a node
+          and "heads" between nodes. "auto" takes the cheapest (see
           `headway.distributed.exchange.plans`).
-        - `transport`: "collective", by `torch.distributed`'s collectives; "pull", out of the memory
-          of the other cards of one host, by copy engines, which take no multiprocessor from
-          attention; "auto": pulls where all cards of the group are of one host and reach each
-          other, but for the all-to-alls of "ulysses", and collectives elsewhere and while a CUDA
-          graph is captured.
+        - `transport`: "collective" uses the collectives of `torch.distributed`. "pull" copies out
+          of the memory of the other GPUs of the host with copy engines, which leaves all
+          multiprocessors to attention. "auto" pulls where the GPUs of the group share a host and
+          reach each other. It uses collectives elsewhere, for "ulysses", and while a CUDA graph is
+          captured.
+
+        **Raises:** `ArgumentError` for other names, and for "ulysses" with "pull".
         """
         if plan == "ring":
             raise ArgumentError(
@@ -212,7 +215,7 @@ class Layout(ShardTable):
         return new
 
     def digest(self) -> int:
-        """Return a number of 63 bits that no other layout has."""
+        """Return a hash of 63 bits of the layout: equal layouts have equal ones, on all ranks."""
         return table_digest(self.table, self.length, self.ranks)
 
     def __eq__(self, other: object) -> bool:
@@ -241,18 +244,17 @@ class Layout(ShardTable):
     # -- tensors -----------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor that all ranks have, along `dim`: `(b, length, ...)`
-        to `(b, local, ...)`, of any dtype. Nothing of it is sent.
+        """Return this rank's part, along `dim`, of a tensor that every rank has: `(b, length, ...)`
+        to `(b, local, ...)`, of any dtype. No data is sent.
 
-        All ranks of the mesh call it: they compare layout, shape and dtype first. A layout made
-        from `(rank, ranks)` asks nobody: use one in a worker of a `DataLoader`, in a thread that
-        prefetches, or where one rank alone looks at its part.
+        Call it on all ranks of the mesh: they first compare layout, shape and dtype. A layout made
+        from `(rank, ranks)` compares nothing. Use one in a `DataLoader` worker, in a thread that
+        prefetches, or to look at one rank's part.
 
-        Differentiable: the gradient of `x` is this rank's, zero elsewhere. (Of a loss that is the
-        sum of the ranks' losses the gradient is the sum of theirs.)
+        It is differentiable. The gradient of `x` is zero outside of this rank's part, so for a loss
+        summed over ranks, sum the gradients over ranks.
 
-        **Raises:** `ArgumentError` where `x` has another length, and on every rank where ranks
-        differ.
+        **Raises:** `ArgumentError` if `x` has another length, and on every rank if ranks differ.
         """
         # In a compiled program nobody is asked: a call that uses the part compares the layout. Nor
         # in a fork of the process that is a rank, as a worker of a DataLoader is.
@@ -266,29 +268,31 @@ class Layout(ShardTable):
         return x.index_select(dim, self.positions.to(x.device))
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole of a tensor of which every rank has its part, along `dim`, on every
-        rank: `(b, local, ...)` to `(b, length, ...)`, of any dtype. All ranks call it.
+        """Return on every rank the whole tensor from the parts of all ranks, along `dim`:
+        `(b, local, ...)` to `(b, length, ...)`, of any dtype. Call it on all ranks.
 
-        Differentiable, once: gradients of all ranks are added up, in the order of ranks.
+        It is differentiable once. The backward adds up the gradients of all ranks, in their order.
 
-        **Raises:** `ArgumentError` where `x` has another length, and on every rank where ranks
-        differ in layout, shape, dtype, `dim`, or in whose backward they are.
+        **Raises:** `ArgumentError` if `x` has another length, and on every rank if ranks differ in
+        layout, shape, dtype or `dim`, or run the backward of different calls.
         """
         from .exchange.resharding import unshard
 
         return unshard(self, x, dim)
 
     def shift(self, x: Tensor, by: int = 1, dim: int = 1, fill: float = 0) -> Tensor:
-        """Return, of this rank's part of a tensor, along `dim`, `(b, local, ...)` of any dtype,
-        that of the same tensor moved by `by` positions of the whole: `result[p] = x[p + by]`, and
-        `fill` where there is no such position. All ranks call it.
+        """Shift the whole tensor by `by` positions, and return this rank's part of the result.
 
-        Labels are `layout.shift(tokens, 1, fill=-100)`; those of the n-th multi-token prediction
-        are shifted by n. Differentiable, once. Only tokens that other ranks hold are sent.
+        `x` is this rank's part, `(b, local, ...)` along `dim`, of any dtype. In positions of the
+        whole, `result[p] = x[p + by]`, and `fill` where there is no such position. Call it on all
+        ranks. Only tokens that another rank needs are sent. It is differentiable once.
 
-        **Raises:** `ArgumentError` where `by` is not an integer or `x` has another length, and on
-        every rank where ranks differ in layout, shape, dtype, `dim`, `by`, `fill`, or in whose
-        backward they are.
+        Labels of the next token are `layout.shift(tokens, 1, fill=-100)`. For the n-th multi-token
+        prediction, shift by n.
+
+        **Raises:** `ArgumentError` if `by` is not an integer or `x` has another length, and on
+        every rank if ranks differ in layout, shape, dtype, `dim`, `by` or `fill`, or run the
+        backward of different calls.
         """
         from .exchange.resharding import shift
 

@@ -11,14 +11,18 @@ from ..types import AttentionOutput
 
 
 def merge(*partials: AttentionOutput | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The attention over all keys from partial results over disjoint keys: what
-    `attention_with_stats` returns, or pairs `(out, lse)` of shapes `(b, h, q_len, dv)` and
-    `(b, h, q_len)`:
+    """Return the attention over all keys from partial results over disjoint sets of keys:
 
         lse = log Σ exp(lse_n),   out = Σ exp(lse_n − lse) out_n
 
-    Differentiable in both, so training goes through the merge. Computed in the dtype of the lse;
-    the result has the dtype of the first `out`. Where no partial saw a key: out = 0, lse = -inf.
+    Each partial is a result of `attention_with_stats`, or a pair `(out, lse)` of shapes
+    `(b, h, q_len, dv)` and `(b, h, q_len)`. You can train through the merge: it is differentiable
+    in every `out` and `lse`. It is computed in the dtype of `lse`, and returns `out` in the dtype
+    of the first `out`. A query that no partial gives a key gets out = 0 and lse = -inf.
+
+    **Returns:** `(out, lse)`.
+
+    **Raises:** `ArgumentError` without partials, and if their shapes do not fit.
 
     (Rabe and Staats 2021, arXiv 2112.05682; Liu et al. 2023, Ring Attention, arXiv 2310.01889)
     """

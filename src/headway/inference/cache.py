@@ -27,7 +27,7 @@ from .step import Reservation, check_offsets, may_be_replayed
 
 
 class Layer:
-    """The keys and values of one layer of a cache, `cache[n]`."""
+    """One layer of a cache, `cache[n]`."""
 
     def __init__(self, cache: "_Cache", n: int) -> None:
         self.cache, self.n = cache, n
@@ -65,23 +65,24 @@ class Layer:
         }
 
     def positions(self, length: int) -> Tensor:
-        """The positions of the last `length` tokens of every row, `(rows, length)` int64."""
+        """Return the positions of the last `length` tokens of every row, int64 `(rows, length)`."""
         steps = torch.arange(-count_of("length", length), 0, device=self.cache.lengths.device)
         return self.cache.lengths[:, None] + steps
 
     def append(self, k: Tensor, v: Tensor | None = None, *, cu_q: Tensor | None = None) -> None:
-        """Write what was reserved since the last step: the last keys and values of every row. Every
-        layer appends once after `reserve`.
+        """Write the keys and values of the reserved tokens. Call it once per layer and `reserve`.
 
-        `k` is `(rows, hk, tokens, d)` and `v` `(rows, hk, tokens, dv)`; of a row that reserved
-        fewer tokens only the last so many are written. Or packed, `(1, hk, tokens, ·)`, with `cu_q`
-        `(rows + 1,)` as in `attention`. Numbers are converted to the cache's dtype, float8 ones
-        divided by its scales before. `v` may be missing where the cache has no values (`dv=0`).
-        Device work alone, and without a gradient.
+        - `k`, `v`: `(rows, hk, tokens, d)` and `(rows, hk, tokens, dv)`. If a row reserved fewer
+          tokens, its last ones are written. Or packed, `(1, hk, tokens, ·)`, with `cu_q`. Leave
+          `v` out if the cache has no values (`dv=0`).
+        - `cu_q`: int32 `(rows + 1,)`, as in `attention`.
 
-        **Raises:** `ArgumentError`, before anything is written, where nothing was reserved since
-        the layer's last append, or more than is given. What `cu_q` gives to each row is compared on
-        the CPU; on a GPU it is not read.
+        Numbers are converted to the cache's dtype; for float8 they are first divided by its scales.
+        The host waits for nothing, and no gradient is recorded.
+
+        **Raises:** `ArgumentError`, before anything is written, if nothing was reserved since the
+        layer's last append, or if more was reserved than you pass. On the CPU the counts in `cu_q`
+        are compared, too; on a GPU they are not read.
         """
         cache = self.cache
         of_k, of_v = (x[self.n] for x in cache.stored)

@@ -22,12 +22,12 @@ from .step import check_offsets
 
 
 class Level(NamedTuple):
-    """Some keys of every row, after those of the levels before.
+    """A stretch of keys, which follows the keys of the levels before it.
 
-    - `k`, `v`, `lengths`, `page_table`, `k_scale`, `v_scale`: a cache of groups, as `attention`
-      takes one of rows.
-    - `rows`: `(b,)` int32, the group whose keys a row reads, or -1 for none; None where every row
-      has its own. Another number is an error on the CPU, and none elsewhere.
+    - `k`, `v`, `lengths`, `page_table`, `k_scale`, `v_scale`: a cache as `attention` takes it, with
+      one entry for each group of rows that share keys.
+    - `rows`: int32 `(b,)`, the group of each row, or -1 for a row without keys here. None: every
+      row has keys of its own. Another number is an error on the CPU. Elsewhere it means no keys.
     """
 
     k: Tensor
@@ -94,15 +94,19 @@ def cascade(
     backend: str = "auto",
     **unknown: Never,
 ) -> Tensor:
-    """`attention` over keys that lie in several caches, one after the other, of which many rows may
-    share some: a prompt that all begin with is read once, for the queries of all of them together.
+    """Return `attention` over keys in several caches, of which rows may share some.
+
+    A prompt that many rows begin with is read once, for the queries of all these rows together.
 
     **Arguments:** as `attention`, and
 
-    - `levels`: `(k, v, lengths, page_table, rows, k_scale, v_scale)` each, see `Level`; the last
-      one holds the keys of the queries themselves. Score and mask see positions in the whole row.
+    - `levels`: the caches, in the order of positions: a `Level` each, or a tuple of its fields. The
+      last one holds the keys of the queries themselves. Score and mask see positions in the whole
+      row.
 
-    **Returns:** `(b, hq, q_len, dv)`, or `(1, hq, tokens, dv)`, the dtype of q.
+    **Returns:** `(b, hq, q_len, dv)`, or `(1, hq, tokens, dv)`, in the dtype of q.
+
+    **Raises:** as `attention`.
 
     (Juravsky et al. 2024, Hydragen, arXiv 2402.05099; Ye et al. 2025, FlashInfer, arXiv 2501.01005)
     """
@@ -124,11 +128,11 @@ def cascade_with_stats(
     backend: str = "auto",
     **unknown: Never,
 ) -> AttentionOutput:
-    """`cascade`, with the log-sum-exp of every query over all levels, `(b, hq, q_len)` or
+    """Return `cascade`, the log-sum-exp of every query over all levels, `(b, hq, q_len)` or
     `(1, hq, tokens)`, and the largest logit of every row and head, `(b, hq)`: see
     `headway.AttentionOutput`. With a score, the largest logits take a second pass over the keys.
 
-    The same arguments and errors as `cascade`.
+    It takes the arguments of `cascade` and raises its errors.
     """
     if unknown:
         raise unknown_keywords(cascade_with_stats, unknown)

@@ -5,10 +5,10 @@
     transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="headway")
 
-Attention and mask function are registered together: one without the other ignores padding in
-silence. The mask function keeps the mask a function; no square is made (except under
-`torch.compile` for what is not causal, since the functions that transformers creates cannot be
-read there).
+`register` registers the attention and its mask function together, since one without the other
+would ignore padding without an error. The mask stays a function, and is not materialized. There is
+one exception: under `torch.compile`, masks that are not causal are, since the functions that
+transformers creates cannot be read there.
 
 With this attention, `headway.stability.QKClip(model)` works on Llama-like and DeepSeek models.
 """
@@ -59,9 +59,9 @@ _REFUSED = frozenset(
 
 
 def register(name: str = "headway") -> None:
-    """Make `attn_implementation=name` known to transformers; calling it again changes nothing.
+    """Register `attn_implementation=name` with transformers. You may call it several times.
 
-    **Raises:** `ImportError` where transformers 5 is not installed.
+    **Raises:** `ImportError` if transformers 5 is not installed.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -82,20 +82,20 @@ def mask_over_ranks(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The `attention_mask` of a model whose sequence is cut over ranks: a mask of the whole, with
-    the layout that says which tokens this rank has.
+    """Return the `attention_mask` of a model whose sequence is split over ranks.
 
         model(layout.shard(tokens), position_ids=layout.positions[None],
               attention_mask=mask_over_ranks(layout, causal() & document(ids)), use_cache=False)
 
     A model with several patterns takes a dictionary of such masks.
 
-    - `mask`: causal and documents and windows, of the whole sequence, equal on all ranks; None
-      keeps every pair.
-    - `batch`: rows of the tokens; `dtype`, `device`: of the model's activations.
+    - `layout`: which tokens this rank holds.
+    - `mask`: the mask of the whole sequence, equal on all ranks, such as `causal() & document(ids)`
+      and windows. None masks nothing out.
+    - `batch`: rows of the tokens. `dtype`, `device`: those of the model's activations.
 
-    **Raises:** `ArgumentError` for a tensor in place of the mask; `BackendRefused` where the model
-    looks inside of the mask.
+    **Raises:** `ArgumentError` for a tensor as `mask`; `BackendRefused` if the model reads the
+    contents of the mask.
     """
     if isinstance(mask, Tensor):
         raise ArgumentError(
@@ -131,10 +131,10 @@ def attention_mask(
     device: Any = None,
     **hints: Any,
 ) -> Any:
-    """transformers' mask interface: called once per forward and pattern, not per layer.
+    """Implement transformers' mask interface, which is called once per forward and pattern.
 
     `attention_mask` is the padding, `(batch, keys)`. Of the hints for other implementations only
-    `dtype` matters: models that look at the mask find the one that "eager" would be given.
+    `dtype` is used: a model that reads the mask gets the one that "eager" would get.
     """
     if attention_mask is not None and attention_mask.ndim == 4:
         return attention_mask  # made by the user, or by an earlier call
@@ -278,17 +278,18 @@ def attention_forward(
     block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query `(b, hq, l, d)`, key and value `(b, hk, s, ·)`.
+    """Implement transformers' attention interface: query `(b, hq, l, d)`, key and value
+    `(b, hk, s, ·)`.
 
-    Packed documents are told apart by `cu_seq_lens_q` and `cu_seq_lens_k`, by `seq_idx` `(b, s)`
-    (the document of every key; queries are the last of them), or by the `position_ids` that a
-    model is given, where transformers reads them. Of sparse models, `indices` `(b, l, k)` are the
-    keys that each query sees, and `block_indices` `(b, hk, l, k)` blocks of keys; -1 names none.
+    Packed documents come from `cu_seq_lens_q` and `cu_seq_lens_k`, from `seq_idx` `(b, s)` (the
+    document of every key; queries are the last of them), or from `position_ids` where transformers
+    reads them. For sparse models, `indices` `(b, l, k)` are the keys of each query, and
+    `block_indices` `(b, hk, l, k)` blocks of keys; -1 names none.
 
-    **Returns:** `(b, l, hq, dv)`, and None for the weights, which are never made.
+    **Returns:** `(b, l, hq, dv)`, and None for the weights, which are never computed.
 
     **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that would change attention
-    and are not honoured, `ArgumentError` for a mask of other sizes than the call's.
+    and are not supported; `ArgumentError` if the mask does not fit the call.
     """
     softmax = hf_attention.LayerSoftmax(module, scaling, softcap, s_aux if sinks is None else sinks)
     cache = kwargs.pop("cache", None)  # of continuous batching

@@ -26,22 +26,21 @@ class Attention(ScaledAttention):
 
     **Arguments:**
 
-    - `width`: of the input and output.
-    - `heads`, `kv_heads`: query head h reads key head `h // (heads // kv_heads)`; `kv_heads` is
-      `heads` if None.
-    - `head_width`: of q, k and v; `width / heads` if None.
-    - `fused`: one `qkv_proj` with rows q, k, v instead of `q_proj`, `k_proj`, `v_proj`.
-    - `bias`: of q, k and v; `out_bias`: of the output projection.
+    - `width`: the width of the input and output.
+    - `heads`, `kv_heads`: query head h reads key head `h // (heads // kv_heads)`. None: `heads`.
+    - `head_width`: the width of a head of q, k and v. None: `width / heads`.
+    - `fused`: use one `qkv_proj` with rows q, k, v instead of `q_proj`, `k_proj`, `v_proj`.
+    - `bias`: whether q, k and v have a bias. `out_bias`: whether the output projection has one.
     - `qk_norm`: RMSNorm with gains on every query and key head, before the rotation (Dehghani et
       al. 2023, arXiv 2302.05442; Qwen3's names).
-    - `rotary`: a `Rotary`; positions are 0, 1, ..., or follow those of a past, unless `forward` is
-      given `angles`.
-    - `scaling`: where the scale lives, see `headway.nn.scaling`; with `qk_norm`, which erases the
-      size of the query weights, "init" is in the gains of the query norm.
-    - `scale`: `1/sqrt(head_width)` if None.
-    - `sink`: a learned logit per head that joins the softmax but has no value.
-    - `dropout`: of attention weights, in training.
-    - `init`: fills a projection's weight in place, instead of `nn.Linear`'s own initialisation.
+    - `rotary`: a `Rotary`. Positions are 0, 1, ..., or continue those of a past. To choose them
+      yourself, pass `angles` to `forward`.
+    - `scaling`: where the scale is applied, see `headway.nn.scaling`. With `qk_norm`, "init" scales
+      the gains of the query norm, since the norm cancels the size of the query weights.
+    - `scale`: the factor of q kᵀ. None: `1/sqrt(head_width)`.
+    - `sink`: whether each head has a learned logit that joins the softmax and has no value.
+    - `dropout`: the probability of dropping an attention weight, in training mode.
+    - `init`: a function that fills a projection's weight in place. None: as `nn.Linear`.
     - `backend`: as in `headway.attention`.
 
     Parameters are named as in Hugging Face's Llama and Qwen3, whose weights load.
@@ -113,15 +112,15 @@ class Attention(ScaledAttention):
         layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """`x` and the result: `(b, length, width)`.
+        """Return the attention of `x`, `(b, length, width)`, in the same shape.
 
-        `mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
-        which a model makes once for all its layers; `past` holds the positions before these and
-        grows by them: a `Past`, or a layer of a cache of `headway.inference`, whose `reserve` was
-        told of these tokens. Positions are then global, so mask and score are those of training:
-        `causal()`. `layout` says which tokens of a sequence `x` holds that is cut over ranks
-        (`headway.distributed.Layout`): mask and score are those of the whole, and the rotation
-        takes the layout's positions.
+        - `mask`, `score`: as in `headway.attention`.
+        - `angles`: `rotary.angles(positions)`, which a model computes once for all its layers.
+        - `past`: the keys and values of earlier positions, which grow by these: a `Past`, or a
+          layer of a cache of `headway.inference` after `reserve`. Positions are then global, so
+          the score and mask of training apply unchanged, such as `causal()`.
+        - `layout`: which tokens of the sequence this rank holds (`headway.distributed.Layout`).
+          Score and mask are those of the whole sequence, and the rotation uses its positions.
         """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)

@@ -39,13 +39,16 @@ class MLA(ScaledAttention):
 
     **Arguments:**
 
-    - `width`, `heads`: of the input and output; of query, key and value alike.
-    - `q_lora_rank`: width of the query's latent, or None for none (DeepSeek-V2-Lite, Moonlight).
-    - `kv_lora_rank`: width of the latent c.
-    - `rotary`: of `rope_width`; interleaved with base 10 000 if None. Its YaRN enters the scale.
-    - `bias`: of the down projections and the output, as Hugging Face's `attention_bias`.
-    - `norm_eps`: of the two latent norms.
-    - `scale`: `m² / sqrt(nope_width + rope_width)` if None, m of `YaRN.softmax_factor`.
+    - `width`: the width of the input and output. `heads`: heads of query, key and value alike.
+    - `q_lora_rank`: the width of the query's latent. None: no latent (DeepSeek-V2-Lite, Moonlight).
+    - `kv_lora_rank`: the width of the latent c.
+    - `rotary`: a `Rotary` of `rope_width`. None: interleaved, with base 10 000. Its YaRN enters the
+      scale.
+    - `bias`: whether the down projections and the output have a bias (`attention_bias` in Hugging
+      Face).
+    - `norm_eps`: the epsilon of the two latent norms.
+    - `scale`: the factor of q kᵀ. None: `m² / sqrt(nope_width + rope_width)`, where m² is
+      `YaRN.softmax_factor`.
     - `scaling`, `dropout`, `init`, `backend`: as in `Attention`.
     """
 
@@ -164,11 +167,14 @@ class MLA(ScaledAttention):
         layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """Return `(b, length, width)`, as `Attention.forward` does. `past` keeps a latent and a
-        rotary key of every token, `(b, 1, length, kv_lora_rank + rope_width)`; a cache for it has
-        one key head of that width, and `dv=0`. With a `layout` latents travel, while the keys and
-        values of all heads and tokens take at most 2 GiB; beyond, keys and values do, head by
-        head."""
+        """Return `(b, length, width)`, as `Attention.forward` does.
+
+        `past` holds a latent and a rotary key per token, `(b, 1, length, kv_lora_rank +
+        rope_width)`. A cache for it has one key head of that width, and `dv=0`.
+
+        With a `layout`, ranks exchange latents if the keys and values of all heads and tokens take
+        at most 2 GiB. Otherwise they exchange keys and values, head by head.
+        """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)

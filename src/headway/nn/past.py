@@ -12,14 +12,14 @@ from ..inference import Layer
 
 
 class Past:
-    """The keys and values `(b, heads, length, width)` of one layer at the positions before.
+    """The keys and values of one layer at earlier positions, `(b, heads, length, width)`.
 
-    Given to `Attention` or `MLA`, which add their own: new queries see all keys, the old ones
-    first, and stand at the positions that follow. Scores and masks see those positions, so that
-    those of training work as they are: `causal()`, `alibi(8)`, a function of the user's.
+    Pass it to `Attention` or `MLA`, which append theirs. New queries continue its positions and see
+    all keys, the earlier ones first. The score and mask of training work unchanged: `causal()`,
+    `alibi(8)`, your function.
 
-    Where gradients are recorded they pass through the past too, and every step makes it anew.
-    Elsewhere it has room for more, and doubles it when it is full.
+    Gradients pass through the past. While they are recorded, every step copies it; otherwise it has
+    spare room, which doubles when it is full.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class Past:
         return k[:, :, : self.length], v[:, :, : self.length]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new positions, `(b, heads, new, width)`; returns the keys and values of all."""
+        """Append new positions, `(b, heads, new, width)`, and return all keys and values."""
         self.keep(*self.extended(k, v), self.length + k.shape[2])
         keys_values = self.keys_values
         assert keys_values is not None
         return keys_values
 
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all, these `(b, heads, new, width)` too, first in
-        `(b, heads, capacity, width)`; `keep` makes them its own."""
+        """Return the old and the new keys and values, the new ones `(b, heads, new, width)`, at the
+        start of `(b, heads, capacity, width)`. `keep` stores them."""
         total = self.length + k.shape[2]
         if self._room is None:
             return k, v

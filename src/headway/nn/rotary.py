@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 
 
 class Angles(NamedTuple):
-    """cos and sin of every position and pair: float32, `(length, width/2)` or
+    """The cosine and sine of every position and pair, float32, `(length, width/2)` or
     `(b, length, width/2)`. One table serves all layers of a model."""
 
     cos: Tensor
@@ -21,15 +21,17 @@ class Angles(NamedTuple):
 
 @dataclass(frozen=True)
 class YaRN:
-    """Longer contexts by slowing down the slow frequencies (Peng et al. 2023, arXiv 2309.00071).
+    """YaRN: extend a context by slowing down the slow frequencies of a `Rotary`.
 
-    **Arguments:** the names in brackets are those of Hugging Face and DeepSeek configurations.
+    (Peng et al. 2023, arXiv 2309.00071)
 
-    - `factor`: how much longer than `original_length`.
-    - `original_length`: positions seen before the extension (`original_max_position_embeddings`).
-    - `beta_fast`, `beta_slow`: pairs that turn more often than `beta_fast` over the original length
-      keep their frequency, those that turn less often than `beta_slow` are slowed by `factor`.
-    - `mscale`, `mscale_all_dim`: as DeepSeek defines them; 0 means not given.
+    **Arguments:** in brackets are names of Hugging Face and DeepSeek configurations.
+
+    - `factor`: how many times longer than `original_length` the new context is.
+    - `original_length`: the length before the extension (`original_max_position_embeddings`).
+    - `beta_fast`, `beta_slow`: turns over the original length. Pairs with more turns than
+      `beta_fast` keep their frequency. Pairs with fewer than `beta_slow` are slowed by `factor`.
+    - `mscale`, `mscale_all_dim`: as DeepSeek defines them; 0 is off.
     """
 
     factor: float
@@ -65,27 +67,30 @@ class YaRN:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turn pairs of channels by an angle proportional to the position (Su et al. 2021, RoFormer,
-    arXiv 2104.09864), so that logits depend on the distance of query and key.
+    """Rotary positions (RoPE): turn pairs of channels by angles proportional to the position.
+
+    Logits then depend on the distance of query and key. (Su et al. 2021, RoFormer, arXiv
+    2104.09864)
 
     **Arguments:**
 
-    - `width`: channels that turn, even; the first of a head where it is wider (partial rotary).
-    - `base`: theta; pair n turns by `position * base^(-2n/width)`.
-    - `interleaved`: pairs are channels (2n, 2n+1), as in the paper and DeepSeek's weights; else
-      (n, n + width/2), as in Llama's and most of Hugging Face's.
-    - `yarn`: see `YaRN`.
-    - `axes`: of images (2) and videos (3), whose positions are points: the pairs are cut into that
-      many equal parts, one after the other, and each part turns by its own coordinate as a `Rotary`
-      of `width / axes` channels would: pair m of a part by `coordinate * base^(-2m axes/width)`.
-      (Heo et al. 2024, Rotary Position Embedding for Vision Transformer, arXiv 2403.13298, axial)
-    - `sections`: M-RoPE, for text with images and videos in it: positions are (time, row, column),
-      or any coordinates, and the first `sections[0]` pairs turn by the first, the next
-      `sections[1]` by the second and so on, at the frequencies that pairs of text have. Where all
-      coordinates are equal, as in text, this is no other than without sections. `(16, 24, 24)` for
-      heads of 128. (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1)
+    - `width`: how many channels turn, an even number. In a wider head the first ones turn (partial
+      rotary).
+    - `base`: theta. Pair n turns by `position * base^(-2n/width)` radians.
+    - `interleaved`: True pairs channels (2n, 2n+1), as the paper and DeepSeek's weights do. False
+      pairs (n, n + width/2), as Llama and most of Hugging Face do.
+    - `yarn`: a `YaRN` for longer contexts.
+    - `axes`: 2 for images and 3 for videos, whose positions are points. The pairs are cut into that
+      many equal parts, one for each coordinate. Pair m of a part turns by
+      `coordinate * base^(-2m axes/width)`. (Heo et al. 2024, Rotary Position Embedding for Vision
+      Transformer, arXiv 2403.13298, axial)
+    - `sections`: M-RoPE, for text with images and videos. A position is (time, row, column), or any
+      coordinates. The first `sections[0]` pairs turn by the first coordinate, the next
+      `sections[1]` by the second, and so on, at the frequencies of text. If all coordinates are
+      equal, as in text, sections change nothing. Heads of 128 have `(16, 24, 24)`. (Wang et al.
+      2024, Qwen2-VL, arXiv 2409.12191, section 2.1)
 
-    Points of an image of (H, W), row after row: `torch.cartesian_prod(torch.arange(H),
+    The points of an image of (H, W), row after row, are `torch.cartesian_prod(torch.arange(H),
     torch.arange(W)).T`, `(2, H * W)`.
     """
 
@@ -138,8 +143,7 @@ class Rotary:
         return self.axes if self.sections is None else len(self.sections)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """Radians per position of every pair, `(pairs,)`; float32 as in the models it must agree
-        with."""
+        """Return the radians per position of every pair, float32 `(pairs,)`, as in models."""
         width = self.width // self.axes
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
         frequencies = (1.0 / self.base**exponents).repeat(self.axes)

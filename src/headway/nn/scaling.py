@@ -246,11 +246,11 @@ def _check_scaling(module: Any, state_dict: dict, prefix: str, *_: Any) -> None:
 
 
 def rescale(model: nn.Module, scaling: Scaling) -> None:
-    """Move the scale of every `Attention` and `MLA` in `model`, in place: same function, same
-    logits to rounding, another parametrisation.
+    """Move the scale of every `Attention` and `MLA` in `model`, in place.
 
-    To convert a checkpoint, rescale the model to what the checkpoint has, load it, and rescale to
-    what you want. Optimizer state is not converted: under Adam the two train differently.
+    The model computes the same logits, up to rounding. To convert a checkpoint, rescale the model
+    to the checkpoint's scaling, load it, and rescale to yours. Optimizer state is not converted:
+    under Adam the two train differently.
 
     **Raises:** `ArgumentError` if there is no such module or the name is not a scaling.
     """

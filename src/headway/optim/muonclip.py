@@ -18,37 +18,37 @@ HEADS = ("lm_head", "head", "output", "unembedding")
 
 
 class MuonClip(torch.optim.Optimizer):
-    """Muon where it belongs, AdamW elsewhere, then QK-Clip: one `step()`.
+    """Muon for matrices, AdamW for everything else, then QK-Clip, in one `step()`.
 
         M ← μM + G,  O = NewtonSchulz(M) · 0.2 √max(n, m),  W ← W − η (O + λW),  then QK-Clip
 
-    (Kimi K2, arXiv 2507.20534, section 2.1; Moonlight, arXiv 2502.16982, equation 4. Muon is
-    `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`: its updates have the size of AdamW's,
-    so that both take one learning rate and one weight decay.)
-
-    The rule: Muon takes every matrix that is the weight of an `nn.Linear`, except those in
-    `adamw` (output heads, routers); AdamW takes everything else: embeddings, norms, biases, heads.
+    Muon trains every matrix that is the weight of an `nn.Linear`, except those that `adamw` names
+    (output heads, routers). AdamW trains everything else: embeddings, norms, biases, heads. Muon is
+    `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`. Its updates are as large as AdamW's,
+    so both share one learning rate and one weight decay.
 
     **Arguments:**
 
-    - `model`: as it is trained, sharded already.
-    - `lr`, `weight_decay`: of both; the decay of AdamW's parameters applies to matrices only.
-    - `adamw`: names of modules whose matrices AdamW takes, such as "head" or "layers.3.router";
-      `HEADS`, the usual names of an output head, if None.
-    - `momentum`: of Muon; `betas`, `eps`: of AdamW.
-    - `per_head`: orthogonalise every query, key and value head by itself instead of the whole
-      matrix. The three parts of a fused QKV are always taken by themselves.
-    - `tau`, `alpha`, `gqa`, `group`, `adapters`, `masters`: as in `QKClip`; `tau=None` is Muon
-      without the clip.
+    - `model`: the model as you train it, already sharded.
+    - `lr`, `weight_decay`: used by both. AdamW decays matrices only.
+    - `adamw`: names of modules whose matrices AdamW trains, such as "head" or "layers.3.router".
+      None: `HEADS`, the usual names of an output head.
+    - `momentum`: Muon's. `betas`, `eps`: AdamW's.
+    - `per_head`: orthogonalise each query, key and value head separately, not the whole matrix. The
+      three parts of a fused QKV are always separate.
+    - `tau`, `alpha`, `gqa`, `group`, `adapters`, `masters`: as in `QKClip`. `tau=None` turns the
+      clip off.
 
-    Groups of parameters: `param_groups[0]` is Muon's, then AdamW's with decay and AdamW's without;
-    a group that would have no parameters is left out. Schedulers, `state_dict`, `load_state_dict`
-    and `torch.distributed.checkpoint.state_dict` work as with any optimizer. `clipped` is what
-    the last step clipped, None before the first. With gradient accumulation, call `step()` once
-    after the last micro-batch: it clips by the maximum over them all.
+    `param_groups` has Muon's group first, then AdamW's with decay and AdamW's without. Empty groups
+    are left out. Schedulers, `state_dict`, `load_state_dict` and
+    `torch.distributed.checkpoint.state_dict` work as with any optimizer. `clipped` is what the last
+    step clipped, None before the first step. With gradient accumulation, call `step()` once, after
+    the last micro-batch: it clips by the maximum over all of them.
 
-    **Raises:** `ArgumentError` for names that match nothing, and for heads of DTensors, which have
-    to be whole; what `QKClip` raises.
+    **Raises:** `ArgumentError` for names that match nothing, and where a head of a DTensor is
+    spread over ranks; errors of `QKClip`.
+
+    (Kimi K2, arXiv 2507.20534, section 2.1; Moonlight, arXiv 2502.16982, equation 4)
     """
 
     def __init__(

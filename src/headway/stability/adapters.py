@@ -20,7 +20,7 @@ Role = Literal["query", "query_rope", "key", "value", "other"]
 
 
 class Block(NamedTuple):
-    """So many rows of a weight, which make part of one head."""
+    """Consecutive rows of a weight that belong to one head: their role, the head, how many."""
 
     role: Role
     head: int
@@ -28,14 +28,17 @@ class Block(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer, and what its rows make, from the first to the last."""
+    """A linear layer, and the blocks of its rows, from the first row to the last."""
 
     linear: nn.Module
     blocks: tuple[Block, ...]
 
 
 class Layout(NamedTuple):
-    """One attention: query head h reads key head `h // (heads // kv_heads)`."""
+    """The heads of one attention module and the projections that make its queries and keys.
+
+    Query head h reads key head `h // (heads // kv_heads)`.
+    """
 
     heads: int
     kv_heads: int

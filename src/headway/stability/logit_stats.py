@@ -15,20 +15,24 @@ Group = Any | Literal["local"] | None
 
 
 def logit_stats(model: nn.Module, group: Group = None) -> dict[str, Tensor]:
-    """The largest logit of every head since the last reset, by the name of the attention module.
+    """Return the largest logit of every head since the last reset, by attention module.
 
-    Signed, scaled, over kept pairs, before the score function and without sinks. Stays on the
-    device. NaN and +inf logits show as +inf; -inf where a head kept no pair or no forward was
-    recorded.
+    Logits are signed and scaled, before the score function, of pairs that the mask keeps, without
+    sinks. The numbers stay on the device. A head with a NaN or +inf logit has +inf. A head that
+    attended to nothing, or without a recorded forward, has -inf.
 
     **Arguments:**
 
-    - `group`: the ranks to take the maximum over, by one all-reduce: those that see different data
-      or different parts of the same sequences. A process group or a one-dimensional `DeviceMesh`;
-      not needed for one process; "local" for no reduction on purpose. Not the tensor-parallel
-      ranks, whose heads differ: the result holds the heads of this rank.
+    - `model`: a model with attention of `headway.nn`, or modules that hold a `MaxLogit`.
+    - `group`: the ranks that see other data or other parts of the same sequences: a process group
+      or a one-dimensional `DeviceMesh`. One all-reduce takes the maximum over them. "local" skips
+      it, and one process needs no group. Leave tensor-parallel ranks out, since their heads differ:
+      the result has the heads of this rank.
 
-    **Returns:** name -> `(heads,)` float32.
+    **Returns:** a dict from the module's name to `(heads,)` float32.
+
+    **Raises:** `ArgumentError` where the model records nothing, or where several processes run and
+    `group` is missing.
     """
     process_group = check_group(group)
     records = {

@@ -14,20 +14,20 @@ from .rows import local_part
 class MaxLogit(nn.Module):
     """The largest logit of every head over the training forwards since the last `reset`.
 
-    A child of the attention module whose logits it records: it follows its `.train()`, `.eval()`
-    and device. Called with `max_logit` `(b, heads)` of a forward, it takes the maximum over the
-    batch and over the calls before, on the device, without waiting for it; of a DTensor, over the
-    part of this rank; under `torch.func.vmap` over its batches, too. It records in training mode
-    with gradients enabled only, so evaluation leaves no trace; activations that are computed again
-    give the same maximum again.
+    Make it a child of the attention module whose logits it records, so that it follows `.train()`,
+    `.eval()` and the device. Call it with the `max_logit` of a forward, `(b, heads)`. It takes the
+    maximum over the batch and all earlier calls, on the device, without waiting for it. For a
+    DTensor it takes this rank's part. Under `torch.func.vmap` it covers all batches.
 
-    `value` is `(heads,)` float32: NaN for a head of which nothing was recorded (on a rank of a
-    tensor-parallel group the first heads are its own and the rest stay NaN), +inf for one with NaN
-    or +inf among its logits, which no later maximum loses, -inf for one that kept no pair.
+    It records only in training mode with gradients enabled, so evaluation changes nothing.
+    Recomputed activations give the same maximum.
 
-    It is a plain tensor and not a buffer: `DistributedDataParallel` overwrites buffers with
-    those of rank 0 before every forward, `model.bfloat16()` would round them, and a state dict has
-    no use for them.
+    `value` is `(heads,)` float32. NaN means that nothing was recorded for a head: on a rank of a
+    tensor-parallel group its own heads come first, and the rest stay NaN. +inf means that a logit
+    was NaN or +inf, and stays until the reset. -inf means that the head attended to nothing.
+
+    `value` is not a buffer: `DistributedDataParallel` would overwrite it with that of rank 0 before
+    every forward, `model.bfloat16()` would round it, and it does not belong in a state dict.
     """
 
     def __init__(self, heads: int, device: torch.device | str | None = None):

@@ -27,21 +27,23 @@ def sigmoid_attention(
     backend: str = "auto",
     **unknown: Never,
 ) -> Tensor:
-    """sum over kept j of sigmoid(score(scale · q kᵀ) + bias) v: attention without a softmax.
+    """Return the sum of sigmoid(score(scale · q kᵀ) + bias) v over the keys that `mask` keeps.
 
-    By the softmax of T = log(sigmoid(score + bias)), whose log-sum-exp is known and has a gradient:
-    sum_j exp(T_j) v_j = exp(lse) · (sum_j exp(T_j) v_j / exp(lse)). Exact forward and backward, on
-    every backend, with the work of `attention`. A query that may see no key gets 0.
+    There is no softmax: each key has its own weight, between 0 and 1. Forward and backward are
+    exact on every backend and cost as much as `attention`. A query that attends to no key gets 0.
 
-    **Arguments:** those of `attention`, but no `sink`, which only a softmax has, and
+    It is computed from the softmax of T = log(sigmoid(score + bias)) and its log-sum-exp:
+    sum_j exp(T_j) v_j = exp(lse) · (sum_j exp(T_j) v_j / exp(lse)).
 
-    - `bias`: a number, or a float tensor `()` or `(hq,)` that may learn. It has no default, since
-      nothing keeps the sum small: at a bias of 0, out grows with the number of keys n. The paper's
-      is `-math.log(n)`, with which out starts about as large as that of a softmax.
+    **Arguments:** as `attention`, without `sink`, which only a softmax has, and
 
-    **Returns:** `(b, hq, q_len, dv)`, the dtype of q. In bfloat16 and float16 it is rounded twice,
-    before and after it is multiplied by exp(lse), in float32, which is between 0 and the number of
-    keys. (float16 has no number above 65504.)
+    - `bias`: a number, or a float tensor `()` or `(hq,)`, which can be trained. It has no default,
+      since nothing keeps the sum small: with a bias of 0, the output grows with the number of keys
+      n. The paper uses `-math.log(n)`: the output then starts about as large as a softmax's.
+
+    **Returns:** `(b, hq, q_len, dv)`, in the dtype of q. In bfloat16 and float16 it is rounded
+    twice: before and after the multiplication by exp(lse), which is computed in float32 and lies
+    between 0 and the number of keys. (float16 has no number above 65504.)
 
     **Raises:** as `attention`.
 

@@ -57,7 +57,7 @@ def top_k_blocks(
     it holds a byte for every block of the square. The Hopper kernels take tiles of (128, 128) and
     multiples: choose such blocks, or pass `.retile(128)`, which looks into tiles again.
 
-    **Raises:** `ArgumentError` for indices that are no such numbers.
+    **Raises:** `ArgumentError` where a number is not that of a block, and not -1.
 
         mean = lambda x: x.unflatten(2, (-1, 64)).mean(3)          # (b, h, blocks, d), as MoBA does
         gate = mean(q) @ mean(k).mT

@@ -31,23 +31,24 @@ def attention_weights(
     limit: int = 1 << 26,
     **unknown: Never,
 ) -> Tensor:
-    """softmax(score(scale · q kᵀ) where mask): the weights that `attention` gives to the values.
+    """Return softmax(score(scale · q kᵀ) where mask): the weights of the values in `attention`.
 
-    For looking, not for computing: nothing else in the library makes the square of pairs. Computed
-    as the definition says, in float64, a head at a time. A row sums to 1, less what the sink takes;
-    that of a query that may see no key is 0.
+    Use it to look at weights, not to train: nothing else in Headway materializes all pairs. It
+    computes the definition in float64, one head at a time. A row sums to 1 minus the sink's share.
+    The row of a query that attends to no key is 0.
 
-    **Arguments:** those of `attention`, before dropout, and
+    **Arguments:** as `attention`, without dropout, and
 
-    - `heads`, `queries`: the numbers of those to look at, all if None. Scores and masks still see
-      them as they are: `heads=[3], queries=range(900, 1000)`. Negative numbers count from the end.
-    - `limit`: refuse to make more numbers than this; by default 67 million, 256 MiB of them.
+    - `heads`, `queries`: which of them to return, such as `heads=[3], queries=range(900, 1000)`.
+      None returns all, and negative numbers count from the end. Score and mask still see the
+      numbers of the whole call.
+    - `limit`: the most numbers that the result may have. The default is 67 million, 256 MiB.
 
-    **Returns:** `(b, heads, queries, kv_len)`, float32 (float64 for float64 inputs). It carries no
-    gradient; a loss on weights differentiates `attention(q, k, eye, ...)`, where eye is
-    `torch.eye(kv_len).expand(b, hk, -1, -1)`.
+    **Returns:** `(b, heads, queries, kv_len)`, float32 (float64 for float64 inputs). It has no
+    gradient. For a loss on weights, differentiate `attention(q, k, eye, ...)` with
+    `eye = torch.eye(kv_len).expand(b, hk, -1, -1)`.
 
-    **Raises:** `ArgumentError` beyond the limit, and whatever `attention` does.
+    **Raises:** `ArgumentError` beyond the limit, and as `attention`.
 
         weights = headway.attention_weights(q, k, mask=headway.causal(), heads=[0])
         matplotlib.pyplot.imshow(weights[0, 0])
