@@ -90,6 +90,17 @@ def test_no_block_is_missed(page: Page):
     assert opened == len(page.blocks), "a Python block that is not opened by ```python alone"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_to_paste_fits_80_columns(page: Page):
+    if {"lab", "internals"} & set(page.path.parts):
+        pytest.skip("a page about the project, not code to paste")
+    text = page.path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^( *)```\w+\n(.*?)^\1```$", text, re.M | re.S)
+    wide = [line for indent, code in blocks for line in code.splitlines()
+            if len(line.removeprefix(indent)) > 80]  # fmt: skip
+    assert not wide
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs/recipes").glob("[!i]*.md")), ids=lambda p: p.stem
 )

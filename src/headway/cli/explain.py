@@ -24,9 +24,9 @@ class Arguments:
     """Print what `attention` would run for a score and a mask: the backend, every reason against
     the others, the mask's tiles, and the code.
 
-    Each is a function or a value in a file, FILE:NAME, which is a score if it takes (score, b, h,
-    q_idx, kv_idx) and a mask if it takes (b, h, q_idx, kv_idx); or an expression, as of headway
-    mask. The file is run, as by python FILE, but for what it does under __main__. For example:
+    Name a function or a value in a file as FILE:NAME. It is a score if it takes (score, b, h,
+    q_idx, kv_idx), and a mask if it takes (b, h, q_idx, kv_idx). Or write an expression, as for
+    headway mask. The file is run, except for its __main__ part. For example:
 
       headway explain mods.py:my_score "causal()"
       headway explain "causal() & sliding_window(1024)" --length 8192 --dtype bfloat16

@@ -53,18 +53,18 @@ MOST_CELLS, MOST_SHAPES = 1024, 128  # along a side of an image, and of one made
 
 @dataclass(frozen=True)
 class Arguments:
-    """Draw a mask: down the queries, across the keys, a tile full, partly kept, or empty. Or a
-    score, as a map of what it makes of logits of 0.
+    """Draw a mask or a score. Rows are queries, columns are keys, and a cell is a tile: full,
+    partial or empty. A score is drawn as the numbers that it returns for logits of 0.
 
     Masks: causal(offset=0), sliding_window(w), dilated(w, step), strided(n), chunked(n),
     block_causal(n), prefix(n), document(ids), document.from_lengths(lengths),
     document.from_cu_seqlens(ends), spans(ids), padding(lengths), global_tokens(n),
     neighborhood(shape, kernel), tiled(mask, shape, tile), tree(parents, start=0),
-    block_table(table, block), with ids, lengths, parents and tables as lists of numbers, and shapes
-    in parentheses.
+    block_table(table, block). Write ids, lengths, parents and tables as lists of numbers, and
+    shapes in parentheses.
     Scores: alibi(heads), softcap(c), relative_bias(table), t5_bias(table), bias(table),
     window_bias(table, shape), log_sigmoid(bias).
-    Batches and heads that these tell apart are drawn one by one. For example:
+    If batches or heads differ, each is drawn. For example:
 
       headway mask "causal() & sliding_window(64) | prefix(16)"
       headway mask "causal() & document.from_lengths([200, 312])"

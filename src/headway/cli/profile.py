@@ -35,13 +35,13 @@ _STEP = "headway profile: step"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Print where the time of a training step goes: attention forward and backward, block masks
-    that are built, what attention costs the host in Python, and everything else.
+    """Print where the time of a training step goes: attention forward and backward, building block
+    masks, Python on the host for attention, and everything else.
 
-    The step is a function without arguments in a file, FILE:FUNCTION, that does all of it: forward,
-    backward, optimizer. The file makes the model when it is run, as by python FILE, but for what it
-    does under __main__. The first step, which traces, builds and compiles, is told apart from those
-    after it. On a GPU times are those of its kernels, and the host's beside them. For example:
+    FILE:FUNCTION is a function without arguments that does a whole step: forward, backward,
+    optimizer. The file is run first, except for its __main__ part, and creates the model. The first
+    step traces, builds and compiles, so it is printed separately. On a GPU, times of kernels and of
+    the host are both printed. For example:
 
       headway profile train.py:step
       headway profile train.py:step --steps 20 --trace step.json
