@@ -201,8 +201,9 @@ def poisoned() -> Iterator[None]:
 
 
 def run(
-    given: Problem, backend: str, stats: bool, tile: tuple[int, int] | None = None
-) -> dict[str, Tensor]:
+    given: Problem, backend: str, stats: bool, tile: tuple[int, int] | None = None,
+    deterministic: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
     """The library's results by name."""
     case, mask = given.case, given.mask()
     if tile is not None:
@@ -211,6 +212,7 @@ def run(
     made = call(
         given.q, given.k, given.v, given.score(), mask, scale=case.scale, sink=given.sink,
         dropout=case.dropout, seed=given.seed if case.dropout else None, backend=backend,
+        deterministic=deterministic,
     )  # fmt: skip
     values = made._asdict() if stats else {"out": made}
     assert same_order(given.q, values["out"]), (given.q.stride(), values["out"].stride())

@@ -90,6 +90,16 @@ def test_the_shortest_tile_rows_come_last(monkeypatch):
         assert wrong("lengths_127_301_causal", **changes) == []
 
 
+@pytest.mark.parametrize("name", ["score_relative", long("score_bias_rows")])
+def test_exact_sums(name, monkeypatch):
+    choose(monkeypatch, "at once")
+    case = replace(BY_NAME[name], b=1, hq=2, hk=1)
+    with emulating("sm_90", hopper) as ran:
+        made = run(problem(case, torch.bfloat16), "hopper", True, deterministic=True)
+    assert compare(case, torch.bfloat16, made, True) == []
+    assert "round_sums" in ran
+
+
 @pytest.mark.parametrize("widths", [long((128, 128)), (192, 128), long((64, 64))])
 def test_stream_k(widths, monkeypatch):
     """Three work tiles for five CTAs, one share of each: of one tile, or of two."""

@@ -29,7 +29,7 @@ import torch
 
 from headway import backends
 from headway.backends import gpu, hopper
-from headway.backends.gpu import outputs
+from headway.backends.gpu import exact_sums, outputs
 from headway.backends.gpu.runtime import call_plan as plans
 from headway.backends.gpu.runtime import launcher
 from headway.backends.hopper import bias_tables, launch, launch_plan
@@ -383,6 +383,54 @@ def _pair(a, b):
     return a, b
 
 
+_held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+_held_dtype: torch.dtype | None = None
+
+
+def _add(flat: torch.Tensor, at: torch.Tensor, values: torch.Tensor, looks: Any = None) -> Any:
+    """Add to memory, now or, of what is `shuffled`, at the end of the launch. Return what was at
+    `looks`."""
+    with Desc.lock:
+        old = None if looks is None else flat[looks].clone()
+        if _held is not None and flat.dtype == _held_dtype:
+            _held.append((flat, at.reshape(-1), values.reshape(-1)))
+        else:
+            flat.index_add_(0, at.reshape(-1), values.reshape(-1))
+    return old
+
+
+@contextmanager
+def shuffled(seed: int, dtype: torch.dtype = torch.int64):
+    """Inside, what a launch adds to sums of a dtype in global memory is added at its end, in an order
+    of the seed's. Gives what was added: memory, places, values."""
+    global _held, _held_dtype
+    _held_dtype = dtype
+    every: list = []
+    run, draw = Kernel.__getitem__, torch.Generator().manual_seed(seed)
+
+    def launch(self, grid):
+        def and_add(*args, **named):
+            global _held
+            _held = []
+            run(self, grid)(*args, **named)
+            held, _held = _held, None
+            every.extend(held)
+            of = {flat.data_ptr(): flat for flat, *_ in held}
+            for pointer, flat in of.items():
+                parts = [x[1:] for x in held if x[0].data_ptr() == pointer]
+                at, values = (torch.cat(x) for x in zip(*parts, strict=True))
+                order = torch.randperm(len(at), generator=draw)
+                flat.index_add_(0, at[order], values[order])
+
+        return and_add
+
+    with mock.patch.object(Kernel, "__getitem__", launch):
+        try:
+            yield every
+        finally:
+            _held = None
+
+
 class Language(types.ModuleType):
     """`gluon.language` and `triton.language`, as far as the kernels go."""
 
@@ -430,7 +478,7 @@ class Language(types.ModuleType):
         if asm == mma._HALVES.value:
             return args[0].float()
         if "global" in asm:
-            return inline_assembly.elementwise(asm, constraints, args, Desc.lock)
+            return inline_assembly.elementwise(asm, constraints, args, _add)
         if not asm.startswith("tanh.approx.f32 "):
             raise Wrong(f"no meaning is known for {asm}")
         return args[0].tanh()
@@ -444,7 +492,9 @@ class Language(types.ModuleType):
         return Language.full(shape, 0, dtype)
 
     @staticmethod
-    def cast(x, dtype):
+    def cast(x, dtype, bitcast=False):
+        if bitcast:
+            return x.view(dtype)
         if isinstance(x, float) and dtype.is_floating_point:
             return float(torch.tensor(x, dtype=dtype))
         return x.to(dtype) if isinstance(x, torch.Tensor) else x
@@ -504,15 +554,13 @@ class Language(types.ModuleType):
         flat[at.long()] = value[mask].to(flat.dtype)
 
     @staticmethod
-    def atomic_add(pointer, value, mask=True, sem=None):
-        with Desc.lock:
-            flat = pointer.flat()
-            at, mask, value = torch.broadcast_tensors(
-                pointer.index(), torch.as_tensor(mask), torch.as_tensor(value)
-            )
-            old = flat[at.long()].clone()
-            flat.index_add_(0, at[mask].long().reshape(-1), value[mask].to(flat.dtype).reshape(-1))
-        return _plain(old)
+    def atomic_add(pointer, value, mask=None, sem=None):
+        mask = True if mask is None else mask
+        flat = pointer.flat()
+        at, mask, value = torch.broadcast_tensors(
+            pointer.index(), torch.as_tensor(mask), torch.as_tensor(value)
+        )
+        return _plain(_add(flat, at[mask].long(), value[mask].to(flat.dtype), at.long()))
 
     @staticmethod
     def allocate_shared_memory(dtype, shape, layout):
@@ -600,6 +648,7 @@ def _load() -> types.SimpleNamespace:
         for name in ("affine_score", "hoisted", "relative_bias"):
             kernels[name] = load(f"simulated.hopper.device.{name}")
         text = {n: load(f"simulated.gpu.device.{n}") for n in ("maths", "gradients")}
+        kernels["exact_sums"] = load("simulated.gpu.device.exact_sums")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(names=names, **kernels)
 
@@ -695,6 +744,7 @@ def simulating():
             fill_bias_table=Kernel(LOADED.relative_bias.fill_bias_table),
             collect_bias_grad=Kernel(LOADED.relative_bias.collect_bias_grad),
         ),  # fmt: skip
+        mock.patch.object(exact_sums, "round_sums", Kernel(LOADED.exact_sums.round_sums)),
         mock.patch.object(launch, "run_preprocess", LOADED.preprocess.run_preprocess),
         mock.patch.object(outputs, "deltas", LOADED.preprocess.deltas),
         mock.patch.object(

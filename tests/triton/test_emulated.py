@@ -131,6 +131,18 @@ def test_lengths_one_after_the_other():
             check(replace(case, name=name, q_len=q_len, kv_len=kv_len), "triton", torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("sm_90", "score_relative"), long("sm_80", "score_twice"), long("sm_90", "score_bias_rows")],
+)
+def test_exact_sums(target, name):
+    case = few_heads(name)
+    with emulating(target, backend) as ran:
+        made = run(problem(case, torch.bfloat16), "triton", True, deterministic=True)
+        assert compare(case, torch.bfloat16, made, True) == []
+    assert "round_sums" in ran
+
+
 BROKEN = {
     "barriers": (r"^\s*bar\.sync.*\n", "the last barrier"),
     "waits for copies": (r"^\s*cp\.async\.wait_group.*\n", "the last barrier|forward"),

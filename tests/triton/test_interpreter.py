@@ -48,6 +48,10 @@ def test_rows_of_ranks():
     assert interpreted("interpret_ranks.py") == {}
 
 
+def test_deterministic_gradients_of_captured_tensors():
+    assert interpreted("interpret_exact_sums.py") == {}
+
+
 def test_ops_by_series():
     """Values and derivatives of the ops that kernels have no instruction for."""
     assert interpreted("interpret_ops.py") == {}

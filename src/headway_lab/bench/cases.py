@@ -203,7 +203,8 @@ _TRITON = "headway triton"
 _FLASH4 = "flash-attention-4"
 _MASKS = ("flex", _FLASH4, _TRITON)
 _CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
-_LEARNED = ("headway plain", _TRITON)
+_DETERMINISTIC = "headway deterministic"
+_LEARNED = ("headway plain", _DETERMINISTIC, _TRITON, "headway triton deterministic")
 
 
 def _flex(
@@ -218,7 +219,10 @@ def _fixed(forward: float = 1.0, backward: float = 1.0) -> tuple[Target, ...]:
     return *_than("cudnn", forward, backward), *_than(_FLASH4, forward, backward)
 
 
-_RELATIVE = _than("headway plain", 0.7, 0.7)
+_RELATIVE = (
+    *_than("headway plain", 0.7, 0.7),
+    Target(BACKWARD, "headway", 1 / 1.35, _DETERMINISTIC),
+)
 _PLAIN = _flex() + _than("headway plain", 0.95, 0.95)
 _SOFTCAP = _flex(1.5, 1.5, (2, 2)) + _than(_FLASH4, 1.5, 1.3)
 

@@ -348,6 +348,13 @@ def _triton(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     )
 
 
+def _deterministic(backend: str, case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    return partial(
+        attention, inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, backend=backend,
+        deterministic=True,
+    )  # fmt: skip
+
+
 PEERS = {
     "sdpa": Peer(
         _sdpa,
@@ -366,6 +373,13 @@ PEERS = {
     "headway plain": Peer(
         lambda case, inputs: partial(attention, inputs.q, inputs.k, inputs.v, mask=inputs.mask),
         "Headway on the same tensors and mask, without the score", same=False,
+    ),
+    "headway deterministic": Peer(
+        partial(_deterministic, "auto"), "Headway with deterministic=True", backward=("cuda",)
+    ),
+    "headway triton deterministic": Peer(
+        partial(_deterministic, "triton"), "Headway's portable GPU backend, deterministic=True",
+        backward=("cuda",),
     ),
     "headway triton": Peer(
         _triton, "Headway's portable GPU backend, where another one is the default",

@@ -61,11 +61,6 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
         )
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
-    if spec.deterministic and kind.learned:
-        reasons.append(
-            "deterministic=True and a captured tensor that requires grad: its gradient is added up "
-            "in an order that varies; detach() it, or use backend='reference'"
-        )
     if spec.tiles is not None and any(n % t for n, t in zip(spec.tiles[2:], TILE, strict=True)):
         reasons.append(
             f"a block mask with tiles of {spec.tiles[2:]}: give tile={TILE}, or multiples of it"

@@ -44,6 +44,8 @@ class BiasTables:
         if not queries:
             rows, columns = columns, rows
         self.zero, self.count = rows, rows + columns  # index of distance 0, and how many distances
+        for on in self.grad_depends if plan.exact_sums.width else ():
+            plan.exact_sums.reserve(self._heads(*on) * self.count)
         self.fills = [self._kernel(k, on, fill=True) for k, on in enumerate(self.depends)]
         self.collects = [
             self._kernel(k, on, fill=False)
@@ -62,11 +64,9 @@ class BiasTables:
         return tables
 
     def new_sums(self) -> list[Tensor]:
-        """Return the sums of gradients, float32 zeros, to which the kernel adds."""
-        return [
-            torch.zeros(self._heads(*on), self.count, dtype=torch.float32, device=self.plan.device)
-            for on in self.grad_depends
-        ]
+        """Return the sums of gradients, which are 0, to which the kernel adds: float32 or exact."""
+        counts = [self._heads(*on) * self.count for on in self.grad_depends]
+        return [self.plan.exact_sums.zeros(count) for count in counts]
 
     def collect(
         self, sums: Sequence[Tensor], grads: Sequence[Tensor], call_args: CallArguments
@@ -82,7 +82,9 @@ class BiasTables:
         tables = self._with_strides(tensors[:n], self.depends, 4 * self.count)
         return (
             tables,
-            self._with_strides(tensors[n:m], self.grad_depends, self.count),
+            self._with_strides(
+                tensors[n:m], self.grad_depends, self.count * self.plan.exact_sums.rows
+            ),
             tuple(tensors[m:]),
         )
 
@@ -114,7 +116,7 @@ class BiasTables:
             options = {"BAND": plan.function(f"bias{k}"), "SIGN": 1 if self.queries else -1}
         else:
             kernel, distances = collect_bias_grad, 64 * _BLOCK
-            options = {"OFFSET": plan.function(f"offset{k}")}
+            options = {"OFFSET": plan.function(f"offset{k}"), "WIDTH": plan.exact_sums.width}
         options["BLOCK"] = _BLOCK if fill else distances
         programs = self._heads(b, h) * -(-self.count // distances)
         return KernelLauncher(kernel, plan.device, options, programs, arrange)

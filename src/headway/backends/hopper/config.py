@@ -347,6 +347,9 @@ class BwdKernelConfig(KernelConfig):
     # Which of the gathers that want a gradient are relative biases.
     bias_grads: tuple[int, ...] = ()
 
+    # WIDTH of the exact sums of their distances (gpu/device/exact_sums.py); 0: float32 sums.
+    exact_width: int = 0
+
     def q_barriers(self) -> "NamedBarriers | None":
         """Return the named barriers of the ring of Q; None if it has mbarriers."""
         return self._barriers(NamedBarrierId.PING_PONG - self.stages)

@@ -79,8 +79,10 @@ def backward(
     else:
         plan, workspace = call.prepared
     dk, dv = plan.new_key_grads(call)
-    grads = captured_grads.by_gather(plan.codegen_spec, captured) if wanted else ()
+    sums = plan.exact_sums.begin(captured)
+    grads = captured_grads.by_gather(plan.codegen_spec, sums) if wanted else ()
     dq = plan.launch(call, *plan.tma_readable(matrices), workspace, dk, dv, grads)
+    plan.exact_sums.write(sums, captured)
     if plan.heads > plan.hk:
         dk, dv = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv))
     if not plan.exact:

@@ -15,7 +15,7 @@ from ...types import Spec
 from ..base import Call, graphs, plainly_masked
 from ..gpu import preprocess
 from ..gpu.codegen.dependence import dependence_of, gathers_in_kernel
-from ..gpu.device import diagonals, gradients, maths
+from ..gpu.device import diagonals, exact_sums, gradients, maths
 from ..gpu.named_card import named_card
 from ..gpu.runtime.call_plan import BasePlan, plan_of
 from ..gpu.runtime.launcher import CallArguments, KernelLauncher
@@ -42,8 +42,8 @@ HOISTED = {
 
 # The modules with the device code of both kernels; a plan adds its own (`BasePlan.sources`).
 DEVICE = (
-    maths, diagonals, gradients, preprocess, gluon_compat, pipeline, work_tile, mma, affine_score,
-    hoisted, relative_bias,
+    maths, diagonals, exact_sums, gradients, preprocess, gluon_compat, pipeline, work_tile, mma,
+    affine_score, hoisted, relative_bias,
 )  # fmt: skip
 
 P = TypeVar("P", bound="HopperPlan")

@@ -42,11 +42,6 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
             f"accumulators fit in registers up to {WIDEST_TANGENT}; split the heads, or use "
             "backend='reference'"
         )
-    if spec.deterministic and kind.learned:
-        reasons.append(
-            "deterministic=True and a captured tensor that requires grad: its gradient is added up "
-            "in an order that varies; detach() it, or use backend='reference'"
-        )
     return reasons
 
 

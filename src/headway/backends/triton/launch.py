@@ -74,10 +74,12 @@ def backward(
     head_dtype = torch.float32 if grouped else dkv_dtype
     dk, dv = (empty(b, hq, kv_len, x.shape[3], dtype=head_dtype) for x in (k, v))
     dq, workspace = empty(*q.shape), empty(plan.workspace.size, dtype=torch.float32)
-    grads = captured_grads.by_gather(plan.codegen_spec, captured) if wanted else ()
+    sums = plan.exact_sums.begin(captured)
+    grads = captured_grads.by_gather(plan.codegen_spec, sums) if wanted else ()
     rows = out.contiguous(), lse, _contiguous(dlse)
     q_arguments = q, k, v, dout, *transposed(plan, k, v), workspace, *rows, dq, *grads
     _backward_q_launcher(plan)(call, lambda slots: q_arguments, (out.dtype, dlse is None))
+    plan.exact_sums.write(sums, captured)
     matrices = q, k, v, dout, *transposed(plan, q, dout), workspace
     kv_grads = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
     for name in plan.passes[1:]:

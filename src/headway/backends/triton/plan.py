@@ -18,7 +18,7 @@ from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
 from ..gpu import preprocess
-from ..gpu.device import diagonals, gradients, maths, softmax, tiles
+from ..gpu.device import diagonals, exact_sums, gradients, maths, softmax, tiles
 from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.products import bits_of, product_precision
 from ..gpu.runtime.call_plan import BasePlan, TileSchedules, plan_of, unspecialized
@@ -48,8 +48,8 @@ class Plan(BasePlan):
     """The plan of one kind of calls."""
 
     sources = (
-        maths, diagonals, gradients, tiles, softmax, preprocess, tile, main_loop, kernel_forward,
-        kernel_backward, kernel_tangent,
+        maths, diagonals, exact_sums, gradients, tiles, softmax, preprocess, tile, main_loop,
+        kernel_forward, kernel_backward, kernel_tangent,
     )  # fmt: skip
 
     def __init__(

@@ -20,7 +20,7 @@ import types
 from functools import lru_cache
 
 from ....mods.evaluation.derivative import SCORE_TANGENT, joint, with_tangent
-from ....mods.graph import POSITIONS, Builder, Graph, parse
+from ....mods.graph import POSITIONS, Builder, Graph, Node, parse
 from ....types import PACKAGE
 from .affine import affine_score
 from .dependence import dependence_of, diagonal_gathers
@@ -160,19 +160,27 @@ def _emit_scatter(graph: Graph, emitters: _Emitters) -> list[str]:
         gather = graph.nodes[n]
         statements.append(f"# {gather.line}")
         functions.append(emitters(f"offset{k}", _subgraph(graph, n)).emit_offset())
-        dependence = dependence_of(graph, gather.args[1:])
-        if dependence == "diagonals" and codegen_spec.bias_tables:
+        dependence = gradient_dependence(graph, gather, codegen_spec)
+        if dependence == "tables":
             statements.append("pass")
             continue
-        if dependence == "diagonals" and not codegen_spec.consecutive:
-            dependence = "pairs"
+        width = f", {codegen_spec.exact_width}" if codegen_spec.exact_width else ""
         statements.append(
             f"gradients.add_{dependence}"
-            f"(grads[{k}], values[{k}], offset{k}, {coordinates}, captured, score)"
+            f"(grads[{k}], values[{k}], offset{k}, {coordinates}, captured, score{width})"
         )
     head = ["@triton.jit", f"def scatter(grads, values, score, {coordinates}, captured):"]
     functions.append("\n".join(head + [f"    {line}" for line in statements]) + "\n")
     return functions
+
+
+def gradient_dependence(graph: Graph, gather: Node, codegen_spec: CodegenSpec) -> str:
+    """Return how the gradient of a gather is added up: as `dependence_of` says, by tables, or
+    pair by pair where diagonals are nothing in particular."""
+    dependence = dependence_of(graph, gather.args[1:])
+    if dependence == "diagonals" and codegen_spec.bias_tables:
+        return "tables"
+    return "pairs" if dependence == "diagonals" and not codegen_spec.consecutive else dependence
 
 
 def _subgraph(graph: Graph, n: int) -> Graph:

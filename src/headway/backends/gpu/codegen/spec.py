@@ -23,6 +23,8 @@ class CodegenSpec:
       pair as `captured[2]`.
     - `distance_sign`: the sign of q_idx - kv_idx in all pairs that the mask keeps; 0 if unknown
       (`affine.distance_sign`).
+    - `exact_width`: WIDTH of the exact sums that `scatter` adds to (device/exact_sums.py); 0: it
+      adds to float32 gradients.
     - `limits`: also generate the first and the last key that each query may see (limits.py).
     - `moving`: for a kernel of tangents, the tensors of the score that have one, by number; theirs
       are captured after those of the score. None: for a forward and a backward.
@@ -40,5 +42,6 @@ class CodegenSpec:
     hoist: bool = False
     bias_tables: bool = False
     distance_sign: int = 0
+    exact_width: int = 0
     limits: bool = False
     moving: tuple[int, ...] | None = None

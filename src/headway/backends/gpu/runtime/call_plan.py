@@ -8,6 +8,7 @@ first launch. Later launches go to the compiled kernel (`launcher.py`).
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from ....blocks import TILE, Tiles, cached_build, superset_tiles
 from ....caches import LRUCache
+from ....mods.graph import parse
 from ....surroundings import capturing
 from ....types import Coords, Spec
 from ...base import Call, graphs, split
 from ..codegen.affine import distance_sign
-from ..codegen.emit import load_module
+from ..codegen.emit import gradient_dependence, load_module
 from ..codegen.int_ranges import POSITION_LIMIT
 from ..codegen.spec import CodegenSpec
+from ..exact_sums import NO_EXACT_SUMS, ExactSums, exact_width, most_additions
 from .device_guard import keep_alive, outside_capture
 from .launcher import CallArguments
 from .parallel_compile import fix_cache_keys
@@ -212,6 +215,10 @@ class BasePlan:
             distance_sign=sign,
             moving=moving,
         )  # fmt: skip
+        self.exact_sums = (
+            self._new_exact_sums(call) if wanted and spec.deterministic else NO_EXACT_SUMS
+        )
+        self.codegen_spec = replace(self.codegen_spec, exact_width=self.exact_sums.width)
         self.generated = load_module(self.codegen_spec)
         fix_cache_keys(self.generated)
         self.offsets = offsets_of(coords)
@@ -236,6 +243,18 @@ class BasePlan:
         self.superset_tiles: dict | None = (
             {} if undecidable(spec, call) else None
         )  # tiles by floats
+
+    def _new_exact_sums(self, call: Call) -> ExactSums:
+        """Return the sums of the gradients of captured tensors."""
+        text = self.codegen_spec
+        graph = parse(text.score)  # type: ignore[arg-type]
+        gathers = [graph.nodes[n] for n in text.wanted]
+        dependences = [gradient_dependence(graph, gather, text) for gather in gathers]
+        sizes = self.b, self.hq, self.q_len, self.kv_len
+        width = exact_width(most_additions(dependences, sizes))
+        numbers = sorted({int(str(gather.args[0])[1:]) for gather in gathers})
+        sizes = {n: call.captured.tensors[n].numel() for n in numbers}
+        return ExactSums(width, sizes, self.device)
 
     def function(self, name: str) -> Any:
         """Return a generated function; None if the call has no such function."""

@@ -210,7 +210,8 @@ class BackwardPlan(HopperPlan):
             unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
             score_past_end=self._undefined_past_the_end(shape.block),
             relative_biases=len(self.bias_tables.depends),
-            bias_grads=self.bias_tables.grad_tables, **self.affine, **self.hoisted,
+            bias_grads=self.bias_tables.grad_tables, exact_width=self.exact_sums.width,
+            **self.affine, **self.hoisted,
         )  # fmt: skip
 
     def _undefined_past_the_end(self, block: int) -> bool:

@@ -12,7 +12,8 @@ four numbers, which the table keeps side by side for every t and for each of the
 
 Gradients go the other way. A thread adds up what it has of a diagonal, four threads of a warp add
 theirs up by shuffles, and the 80 sums of a tile of 16 rows and 64 columns are added to one number
-per distance in global memory. `collect_bias_grad` adds those to the gradient of the tensor.
+per distance in global memory, float32 or an exact sum. `collect_bias_grad` adds those to the
+gradient of the tensor.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import triton.language as tl
 
 import triton
 
+from ...gpu.device import exact_sums, gradients
 from .affine_score import octet_layout
 from .gluon_compat import gl, gluon
 from .mma import ROWS, acc_layout
@@ -85,11 +87,13 @@ def add_bias_grad(sums, column, values, CONFIG: gl.constexpr):
     offset = gl.maximum(column + sums.shift, 64)
     row, col = _rows_and_columns(GRAD_COLUMNS)
     offset = offset - (row & 48) + (row & 7) + ((col & 2) >> 1) * 16 + ((col & 4) >> 2) * 40 - 16
+    if CONFIG.exact_width:
+        offset = exact_sums.place(offset, CONFIG.exact_width)
     for n in gl.static_range(len(sums.starts)):
         x = values[_bias_grad(CONFIG, n)].reshape([ROWS, GRAD_COLUMNS // 8, 8])
         x = gl.convert_layout(x, octet_layout(GRAD_COLUMNS))
         gl.inline_asm_elementwise(
-            ADDS, operands(GRAD_COLUMNS, "=r", "l", "f"),
+            adds(CONFIG.exact_width), operands(GRAD_COLUMNS, "=r", "l", "f"),
             [(sums.starts[n] + offset).to(gl.int64), x],
             dtype=gl.int32, is_pure=False, pack=32,
         )  # fmt: skip
@@ -135,8 +139,12 @@ def loads(columns):
     return "\n".join(lines)
 
 
-def _adds() -> str:
-    """Return PTX that adds the values of a thread's pairs to the sums of their distances."""
+@gluon.constexpr_function
+def adds(width):
+    """Return PTX that adds the values of a thread's pairs to the sums of their distances.
+
+    - `width`: WIDTH of exact sums; 0: the sums are float32.
+    """
     pair = lambda a, k, e: f"${64 + e + 2 * a + 4 * k}"
     lines = [
         ".reg .pred low<2>, left, right;",
@@ -181,13 +189,38 @@ def _adds() -> str:
                 f"shfl.sync.bfly.b32 z, z, {other}, 31, -1;", f"add.f32 x{n}, y, z;",
             ]  # fmt: skip
     lines += ["shfl.sync.bfly.b32 z, x4, 1, 31, -1;", "add.f32 x4, x4, z;"]
-    for n, at in ((0, 0), (1, 32)):
-        lines.append(f"red.relaxed.gpu.global.add.f32 [$32 + {at}], x{n};")
-    lines.append("@!right red.relaxed.gpu.global.add.f32 [$32 + 128], x4;")
+    if width:
+        lines += [
+            ".reg .pred zero, below, special, whole;", ".reg .b32 bits, e, f, shift;",
+            ".reg .b64 m, n, at;",
+        ]  # fmt: skip
+    for guard, n, distance in (("", 0, 0), ("", 1, 8), ("@!right ", 4, 32)):
+        if width:
+            lines += _exact_addition(width, guard, f"x{n}", distance)
+        else:
+            at = f"[$32 + {4 * distance}]"
+            lines.append(f"{guard}red.relaxed.gpu.global.add.f32 {at}, x{n};")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-ADDS = gl.constexpr(_adds())
+@gluon.constexpr_function
+def _exact_addition(width, guard, x, distance):
+    """Return PTX that adds a number to an exact sum, as `exact_sums.add` does. It is `distance`
+    sums, a multiple of their groups, behind that at $32."""
+    return [
+        f"mov.b32 bits, {x};", "and.b32 f, bits, 0x7fffff;",
+        "shr.u32 e, bits, 23;", "and.b32 e, e, 255;",
+        "setp.eq.s32 zero, e, 0;", "setp.eq.s32 special, e, 255;", "setp.eq.s32 whole, f, 0;",
+        "setp.lt.s32 below, bits, 0;",
+        "or.b32 bits, f, 0x800000;", "selp.b32 bits, f, bits, zero;", "max.u32 e, e, 1;",
+        f"and.b32 shift, e, {width - 1};", "cvt.u64.u32 m, bits;", "shl.b64 m, m, shift;",
+        "neg.s64 n, m;", "selp.b64 m, n, m, below;",
+        f"selp.b64 n, {1 << 32}, 1, below;", f"selp.b64 n, n, {1 + (1 << 32)}, whole;",
+        "selp.b64 m, n, m, special;", "selp.b32 e, 256, e, special;",
+        f"shr.u32 e, e, {width.bit_length() - 1};", "shl.b32 e, e, 6;",  # 8 integers of a row
+        "cvt.u64.u32 at, e;", "add.s64 at, at, $32;",
+        f"{guard}red.relaxed.gpu.global.add.u64 [at + {8 * distance * (256 // width + 1)}], m;",
+    ]  # fmt: skip
 
 
 # -- before and after the kernels -----------------------------------------------------------------
@@ -219,7 +252,7 @@ def fill_bias_table(
 @triton.jit(do_not_specialize=["zero", "count", "b_first", "h_first", "distance", "numbers"])
 def collect_bias_grad(
     sums, grad, tensors, numbers, zero, count, heads, b_first, h_first, distance,
-    OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of all distances to a gradient; `OFFSET`: the generated function of a distance
     that says where."""
@@ -227,8 +260,11 @@ def collect_bias_grad(
     row = tl.program_id(0) // blocks
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     there = at < count
-    x = tl.load(sums + tl.cast(row, tl.int64) * count + at, mask=there, other=0.0)
+    if WIDTH:
+        x = exact_sums.rounded(sums, row * count + at, there, WIDTH)
+    else:
+        x = tl.load(sums + tl.cast(row, tl.int64) * count + at, mask=there, other=0.0)
     captured = (tensors, numbers)
     b, h = b_first + row // heads, h_first + row % heads
-    to = grad + OFFSET(0.0, b, h, 0, distance - (at - zero), captured)
-    tl.atomic_add(to, x, mask=x != 0, sem="relaxed")
+    offset = OFFSET(0.0, b, h, 0, distance - (at - zero), captured)
+    gradients.add(grad, offset, x, WIDTH)
