@@ -41,6 +41,31 @@ def fsdp(world: int, rank: int) -> None:
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def meanflow(world: int, rank: int) -> None:
+    """`torch.func.jvp` of a sharded net, and a backward of its primal: a MeanFlow step."""
+    mesh = init_device_mesh("cpu", (world,))
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(torch.nn.Sequential(Block(), Block()))
+    whole, sharded = nets
+    x, moves = torch.randn(2, 4, 12, 16)
+    for block in sharded:
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+
+    def step(net, x, moves):
+        out, tangent = torch.func.jvp(net, (x,), (moves,))
+        (out - tangent.detach()).square().mean().backward()
+        return tangent.detach()
+
+    mine = slice(2 * rank, 2 * rank + 2)
+    right = step(whole, x, moves)[mine]
+    torch.testing.assert_close(step(sharded, x[mine], moves[mine]), right, rtol=1e-4, atol=1e-5)
+    for (name, p), q in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def tensor_parallel(world: int, rank: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
@@ -86,4 +111,4 @@ def tensor_parallel(world: int, rank: int) -> None:
 
 
 def test_two_processes(tmp_path):
-    run_ranks(2, (fsdp, tensor_parallel), tmp_path)
+    run_ranks(2, (fsdp, meanflow, tensor_parallel), tmp_path)

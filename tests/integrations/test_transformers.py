@@ -874,3 +874,17 @@ def test_padded_keys_are_not_seen(keys, dtype):
         torch.testing.assert_close(out.double(), truth, atol=1e-2, rtol=1e-2)
     if dtype == torch.float32:
         torch.testing.assert_close(after.double(), truth, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_forward_mode(name):
+    """`torch.func.jvp` along the embeddings, and a backward of the primal."""
+    embeddings, moves = torch.randn(2, 2, 19, 64)
+
+    def run(model):
+        f = lambda x: model(inputs_embeds=x, use_cache=False).logits
+        logits, tangent = torch.func.jvp(f, (embeddings,), (moves,))
+        (logits - tangent.detach()).square().mean().backward()
+        return logits.detach(), tangent.detach(), *[p.grad for p in model.parameters()]
+
+    same(both(DECODERS[name], run))
