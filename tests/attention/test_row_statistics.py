@@ -106,6 +106,21 @@ def test_scores_that_are_all_large(offset):
     torch.testing.assert_close(made.sink_mass.double(), t.softmax(-1)[..., 0], rtol=1e-5, atol=1e-5)
 
 
+def test_sinks_that_take_nothing_and_scores_whose_squares_overflow():
+    q, k = torch.randn(1, 2, 6, D, requires_grad=True), torch.randn(1, 2, 9, D)
+    sink = torch.full((2,), -math.inf, requires_grad=True)
+    made = hw.attention_with_stats(q, k, k, sink=sink, **ASKED)
+    plain = hw.attention_with_stats(q, k, k, **ASKED)
+    torch.testing.assert_close(made.entropy, plain.entropy)
+    assert not made.sink_mass.any()
+    ours, of_sink = torch.autograd.grad(made.entropy.sum(), (q, sink))
+    torch.testing.assert_close(ours, torch.autograd.grad(plain.entropy.sum(), q)[0])
+    assert not of_sink.any()
+    large = hw.attention_with_stats(q, k, k, lambda s, b, h, i, j: s * 1e30, **ASKED)
+    assert not large.entropy.any()
+    assert not torch.autograd.grad(large.entropy.sum(), q)[0].any()
+
+
 def test_half_precision_and_certainty():
     q, k = (torch.randn(2, 4, n, 32).bfloat16() for n in (70, 90))
     k = k[:, :2]

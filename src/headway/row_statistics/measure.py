@@ -73,6 +73,7 @@ def entropy(request: Request, lse: Tensor) -> Tensor:
     if sink is None:
         return entropy
     slope = torch.where(share == 0, 0.0, share * (logit - total + result))
+    sink = torch.where(sink == -math.inf, 0.0, sink)
     return entropy - slope * (sink - sink.detach())[:, None]
 
 

@@ -52,8 +52,10 @@ class Carrier(Score):
     def __call__(self, score, b, h, q_idx, kv_idx):
         t = _inner(self.score, score, b, h, q_idx, kv_idx)
         number = _number(self.f, b, h, q_idx, kv_idx, t)
-        x = (number - self.mean[b, h, q_idx]).detach() * t + number
-        return _where_kept(t, t.detach() + (x - x.detach()))
+        slope = (number - self.mean[b, h, q_idx]).detach()
+        number = number - number.detach() if isinstance(number, Tensor) else 0.0
+        # Differences come first: slope · T of a large T would be infinite.
+        return _where_kept(t, t.detach() + slope * (t - t.detach()) + number)
 
     def __repr__(self) -> str:
         return f"mean({_shown(self.f)})"
