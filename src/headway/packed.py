@@ -316,11 +316,11 @@ def _packing(
     """
 
     def new_packing() -> Packing:
-        ids, pos = _tokens(q_tokens, starts, lengths, outside=-1)
+        ids, pos = places_of_tokens(q_tokens, starts, lengths, outside=-1)
         if kv_starts is None:
             kv_ids, kv_pos = torch.where(ids < 0, -2, ids), None
         else:
-            kv_ids, kv_pos = _tokens(kv_tokens, kv_starts, kv_lengths, outside=-2)
+            kv_ids, kv_pos = places_of_tokens(kv_tokens, kv_starts, kv_lengths, outside=-2)
         return Packing(ids, kv_ids, pos, kv_pos, starts.shape[0] - 1)
 
     tensors = [x for x in (starts, lengths, kv_starts, kv_lengths) if x is not None]
@@ -341,7 +341,7 @@ def _packing(
 modes = torch._C._len_torch_dispatch_stack
 
 
-def _tokens(
+def places_of_tokens(
     tokens: int, starts: Tensor, lengths: Tensor | None, outside: int
 ) -> tuple[Tensor, Tensor]:
     """Return the sequence of every token, `outside` for none, and its position there, int32."""

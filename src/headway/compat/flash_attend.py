@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ModError
-from ..mods import Mask, Score
+from ..mods import Mask
 from ..mods import causal as lower_right
-from ..mods.base import MaskFn, Not, ScoreFn, composition, intersection, value
+from ..mods.base import MaskFn, Not, composition, intersection, value
+from ..mods.library.packed import PackedMask, PackedScore
 from ..run import run, run_out
 from ..types import Request
 from .errors import CallError, CallModError, NotSupported
@@ -37,40 +38,6 @@ class same_chunk(Mask):
         return (q_idx + self.offset) // self.size == kv_idx // self.size
 
 
-@value
-class score_in_sequence(Score):
-    """`score` with the sequence as b, and positions counted from its start."""
-
-    score: ScoreFn
-    row: Tensor  # (tokens,) the sequence of every query
-    first_q: Tensor  # (sequences,)
-    first_k: Tensor  # (sequences,)
-
-    def check_sizes(self, b, h, q_len, kv_len):
-        """Accept the sizes of the row: `score` is made for sequences."""
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        n = self.row[q_idx]
-        return self.score(score, n, h, q_idx - self.first_q[n], kv_idx - self.first_k[n])
-
-
-@value
-class mask_in_sequence(Mask):
-    """`mask` with the sequence as b, and positions counted from its start."""
-
-    mask: MaskFn
-    row: Tensor  # (tokens,) the sequence of every query
-    first_q: Tensor  # (sequences,)
-    first_k: Tensor  # (sequences,)
-
-    def check_sizes(self, b, h, q_len, kv_len):
-        """Accept the sizes of the row: `mask` is made for sequences."""
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        n = self.row[q_idx]
-        return self.mask(n, h, q_idx - self.first_q[n], kv_idx - self.first_k[n])
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Results:
     """Attend to whole sequences: q `(b, length, heads, width)`, the last query at the last key."""
     offset = k.shape[1] - q.shape[1]
@@ -92,15 +59,18 @@ def attend_sequences(
         raise NotSupported(
             "block_sparse_tensors of packed or partly used sequences; pass their mask as mask_mod"
         )
-    packed = pack(q_side, k_side, q.device, options.limits, options.chunk)
-    score = score_of(
-        options.softcap, options.slopes, packed.diagonal, q_side.sequences, q.shape[-2], packed.row
+    packed = pack(
+        q_side, k_side, q.device, options.limits, options.chunk,
+        placed=options.score is not None or options.mask is not None,
+    )  # fmt: skip
+    score: Any = score_of(
+        options.softcap, options.slopes, packed.diagonal, q_side.sequences, q.shape[-2], packed.ids
     )
-    place, mask = (packed.row, packed.first_q, packed.first_k), packed.mask
+    mask: Any = packed.mask
     if options.score is not None:
-        score = composition(score, score_in_sequence(options.score, *place))
+        score = composition(score, PackedScore(*packed.places, options.score))  # type: ignore[not-iterable]
     if options.mask is not None:
-        mask = intersection(mask, mask_in_sequence(options.mask, *place))
+        mask = intersection(mask, PackedMask(*packed.places, options.mask))  # type: ignore[not-iterable]
     rows = q.shape[:-2]
     in_one_row = lambda x: x.flatten(0, -3)[None]
     out, lse, max_logit = _run(in_one_row(q), in_one_row(k), in_one_row(v), score, mask, options)

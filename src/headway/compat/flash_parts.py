@@ -78,7 +78,7 @@ class distance_bias(Score):
             object.__setattr__(self, name, item)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        row = b if self.row is None else self.row[q_idx]
+        row = b if self.row is None else self.row[q_idx].long()
         slope = self.slopes[row, h] if self._per_row else self.slopes[h]
         at = self.offset[q_idx] if self._packed else q_idx + self.offset  # type: ignore[index]
         return score - slope * (at - kv_idx).abs()

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..caches import TensorCache, stamp_of_numbers
 from ..mods import Mask
 from ..mods.base import value
+from ..packed import places_of_tokens
 from .errors import CallError
 from .flash_parts import Limits, shown
 
@@ -99,15 +100,19 @@ class Side(NamedTuple):
             )
 
     def starts_and_counts(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return where every sequence begins, and how many tokens it has."""
+        """Return where every sequence begins, and where the last one ends, int64
+        `(sequences + 1,)`, and how many tokens of each are there."""
         if self.cu is not None:
-            # A copy: the caller may write to the offsets before the backward.
-            starts = self.cu[:-1].to(torch.int64, copy=True)
-            counts = self.cu.diff().long()
+            starts = self.cu.long()
         else:
-            starts = torch.arange(self.sequences, device=device) * self.row
-            counts = torch.full_like(starts, self.row)
+            starts = torch.arange(self.sequences + 1, device=device) * self.row
+        counts = starts.diff()
         return starts, counts if self.used is None else torch.minimum(counts, self.used.long())
+
+    def lies_as(self, other: "Side") -> bool:
+        """Return whether the tokens of both have the same places in the same sequences."""
+        same = self.cu is other.cu and self.used is other.used
+        return same and (self.tokens, self.row) == (other.tokens, other.row)
 
     def rows_of_tokens(self, device: torch.device) -> Tensor:
         """Return the sequence of every token; those after the last one count as its."""
@@ -119,20 +124,24 @@ class Side(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """The mask of packed sequences, and the tensors that scores read."""
+    """The mask of packed sequences, and the tensors that scores and masks of theirs read."""
 
     mask: Mask
-    row: Tensor  # (tokens of q,) the sequence of every query
+    ids: Tensor  # (tokens of q,) the sequence of every query, -1 for none
+    places: tuple[Tensor, Tensor, Tensor, Tensor | None] | None  # first fields of `PackedMask`
     diagonal: Tensor  # (tokens of q,) the key on the diagonal of every query
-    first_q: Tensor  # (sequences,)
-    first_k: Tensor  # (sequences,)
 
 
 _known: TensorCache[PackedSequences] = TensorCache(64, stamp_of_numbers)
 
 
-def pack(q: Side, k: Side, device: torch.device, limits: Limits, chunk: int) -> PackedSequences:
-    """Return which keys each query sees, and what scores read, from a cache."""
+def pack(
+    q: Side, k: Side, device: torch.device, limits: Limits, chunk: int, placed: bool = False
+) -> PackedSequences:
+    """Return which keys each query sees, and what scores read, from a cache.
+
+    - `placed`: whether a score or mask reads places in the sequences.
+    """
     q.check(device)
     k.check(device)
     if q.sequences != k.sequences:
@@ -142,18 +151,18 @@ def pack(q: Side, k: Side, device: torch.device, limits: Limits, chunk: int) -> 
         )
     tensors = [x for side in (q, k) for x in (side.cu, side.used) if x is not None]
     if torch.compiler.is_compiling() or not all(map(_holds_numbers, tensors)):
-        return _new_packed(q, k, device, limits, chunk)
+        return _new_packed(q, k, device, limits, chunk, placed)
 
     def checked() -> PackedSequences:
         q.check_lengths()
         k.check_lengths()
         with torch.inference_mode(False):  # fit to be saved for a backward, and to be cached
-            return _new_packed(q, k, device, limits, chunk)
+            return _new_packed(q, k, device, limits, chunk, placed)
 
     if not tensors:
         return checked()
     sizes = [(x.tokens, x.rows, x.longest, x.cu is None, x.used is None) for x in (q, k)]
-    return _known.of(tensors, (*sizes, limits, chunk), checked)
+    return _known.of(tensors, (*sizes, limits, chunk, placed), checked)
 
 
 def _holds_numbers(x: Tensor) -> bool:
@@ -161,22 +170,28 @@ def _holds_numbers(x: Tensor) -> bool:
 
 
 def _new_packed(
-    q: Side, k: Side, device: torch.device, limits: Limits, chunk: int
+    q: Side, k: Side, device: torch.device, limits: Limits, chunk: int, placed: bool
 ) -> PackedSequences:
-    (first_q, q_count), (first_k, k_count) = (x.starts_and_counts(device) for x in (q, k))
-    row = q.rows_of_tokens(device)
-    place = torch.arange(q.tokens, device=device) - first_q[row]
-    offset, start = (k_count - q_count)[row], first_k[row]
-    diagonal = start + place + offset  # the last query of a sequence meets its last key
-    first, last = start, start + k_count[row] - 1
+    (q_starts, q_counts), (k_starts, k_counts) = (x.starts_and_counts(device) for x in (q, k))
+    ids, pos = places_of_tokens(q.tokens, q_starts, q_counts, outside=-1)
+    places = None
+    if placed and q.lies_as(k):
+        places = ids, torch.where(ids < 0, -2, ids), pos, None
+    elif placed:
+        kv_ids, kv_pos = places_of_tokens(k.tokens, k_starts, k_counts, outside=-2)
+        places = ids, kv_ids, pos, kv_pos
+    row = ids.clamp_min(0)
+    start, place = k_starts[row], pos + (k_counts - q_counts)[row]
+    diagonal = start + place  # the last query of a sequence meets its last key
+    first, last = start, start + k_counts[row] - 1
     left, right = limits
     if left is not None:
         first = torch.maximum(first, diagonal - left)
     if right is not None:
         last = torch.minimum(last, diagonal + right)
     if chunk:
-        first_of_chunk = diagonal - (place + offset).remainder(chunk)
+        first_of_chunk = diagonal - place.remainder(chunk)
         first = torch.maximum(first, first_of_chunk)
         last = torch.minimum(last, first_of_chunk + chunk - 1)
-    last = torch.where(place < q_count[row], last, -1)  # queries of no sequence see nothing
-    return PackedSequences(span(first, last), row, diagonal, first_q, first_k)
+    last = torch.where(ids < 0, -1, last)  # queries of no sequence see nothing
+    return PackedSequences(span(first, last), ids, places, diagonal)
