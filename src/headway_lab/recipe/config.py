@@ -169,9 +169,8 @@ class Settings(TrainConfig):
         over = self.devices if self.context_parallel is None else self.context_parallel
         if over < 1 or self.devices % over or self.batch % (self.devices // over):
             raise ArgumentError(
-                f"--context-parallel {over} must divide --devices {self.devices}, and the groups "
-                f"of devices, {self.devices / max(1, over):g}, the sequences of a step, "
-                f"--batch {self.batch}"
+                f"--context-parallel {over} must divide --devices {self.devices}, and --batch "
+                f"{self.batch} must be a multiple of the quotient, the number of groups of devices"
             )
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed {self.seed} must be from 0 to 2³² - 1")
