@@ -525,7 +525,7 @@ for _fact in (differentiated_in_compile, in_forward_mode, under_vmap):
 
 def attention_out(spec: Spec, call: Call) -> Tensor:
     """Return `attention(spec, call).out`, by the backend's `native` where nothing observes our
-    operators. A compiler gets it too: it knows PyTorch's operators better than ours."""
+    operators. A compiler gets it where nothing is trained: it knows it better than ours."""
     compiling = is_compiling()
     if _compiler_needs_operators() if compiling else _call_observed(call):
         return _attention_by_operators(spec, call).out

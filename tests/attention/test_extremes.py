@@ -193,6 +193,29 @@ def test_other_rows_keep_their_bits():
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mask", [None, hw.causal()], ids=["none", "causal"])
+def test_large_logits_of_a_plain_call(mask, compiled):
+    """Whatever number all logits share, gradients are those of the definition: S is exact here, and
+    dense float32 is off by 1e-6."""
+    run = lambda *qkv: hw.attention(*qkv, mask=mask, scale=0.25)
+    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    kept = None if mask is None else lambda b, h, i, j: j <= i
+    for shared in (0.0, 2.0**6, -(2.0 ** random.randint(7, 9)), 2.0**10):
+        leaves = inputs(2, 4, 2, 33, torch.float32)
+        with torch.no_grad():
+            leaves[0][..., 0] = leaves[1][..., 0] = abs(shared)
+            leaves[1][..., 0] *= math.copysign(1, shared)
+        dout = torch.randn(2, 4, 33, 4)
+        grads = torch.autograd.grad(run(*leaves), leaves, dout)
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        out, _ = dense(lambda tables: lambda s, *at: s, {}, kept, torch.float64, *exact, None)
+        rights = torch.autograd.grad(out, exact, dout.double())
+        for got, right, x in zip(grads, rights, leaves, strict=True):
+            atol = 1e-5 * float(x.detach().abs().max()) if x is not leaves[2] else 1e-5
+            torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=atol)
+
+
 # -- pairs that are dropped by -inf ---------------------------------------------------------------
 
 WALL = torch.tensor([0.5, -math.inf, 0.25, 0.0, -math.inf, -1.0, 2.0])

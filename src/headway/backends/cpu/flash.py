@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...memory_order import in_order_of
 from ...mods.evaluation.pointwise import Positions, mask_at
-from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in_dtype
+from ...types import Forward, Grads, Spec, acc_dtype, in_dtype
 from ..base import Call, Hook, causal_text, delta_of, graphs, large_lse, split
 from .tile_plan import KeySegment, index_tensors, work_items
 
@@ -41,7 +41,7 @@ def suits(spec: Spec, call: Call) -> bool:
 def _finite(values: Tensor) -> bool:
     """Return whether the sum, and so every number, is finite. A sum that overflows counts as not
     finite."""
-    return math.isfinite(values.sum(dtype=torch.float32))
+    return math.isfinite(values.detach().sum(dtype=torch.float32))
 
 
 def _some_zero(lse: Tensor) -> bool:
@@ -92,8 +92,8 @@ def plain(
     if causal and (q.shape[2] != k.shape[2] or (scale is not None and scale < _MIN_CAUSAL_SCALE)):
         return None
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if trained and _leaves_threads_idle(q):
-        return None
+    if trained and (hook is None or _leaves_threads_idle(q)):
+        return None  # a compiler cannot branch on lse: our operator checks it for the backward
     caller_q = q
     if not trained and not causal and q.shape[2] <= MAX_DECODE_QUERIES:
         if hook is not None and q.dtype.itemsize == 2:
@@ -104,7 +104,7 @@ def plain(
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None and not math.isfinite(out.sum(dtype=lse.dtype)):
         return None  # a mask that is added lets NaN and inf through
-    if trained and hook is not None:  # a compiler cannot branch on lse
+    if trained:
         if bool(large_lse(lse).any()):
             return None
         out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
@@ -129,14 +129,7 @@ def _leaves_threads_idle(q: Tensor) -> bool:
     """Return whether the backward, which is parallel over heads only, would leave most threads
     idle."""
     b, hq, _, _ = q.shape
-    return 2 * b * hq < _threads()
-
-
-def _threads() -> int:
-    return torch.get_num_threads()
-
-
-constant_under_compile(_threads)
+    return 2 * b * hq < torch.get_num_threads()
 
 
 def forward(spec: Spec, call: Call) -> Forward | None:
