@@ -11,14 +11,21 @@ from .blocks import BlockMask, Provenance, cached_build
 from .blocks.mask import tile_of
 from .distributed.context import Layouts
 from .distributed.layout import Layout
-from .errors import CapturedIndexError
+from .errors import CapturedIndexError, ModError
 from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
 from .packed import any_jagged, nested_attention, nested_attention_with_stats
 from .row_statistics import check_statistics, with_statistics
 from .run import run, run_along, run_backward, run_cpu_native, run_out, with_place
-from .types import AttentionGradients, AttentionJVP, AttentionOutput, Request
+from .types import (
+    AttentionGradients,
+    AttentionJVP,
+    AttentionOutput,
+    Request,
+    inlined_or_eager,
+    refuse_tracing,
+)
 
 
 def attention(
@@ -285,6 +292,7 @@ def attention_jvp_with_stats(
     )  # fmt: skip
 
 
+@inlined_or_eager
 def block_mask(
     mask: MaskFn,
     b: int | None,
@@ -311,6 +319,7 @@ def block_mask(
     tiles are cached by mask, sizes and device until a captured tensor is written to. See
     `clear_block_cache`, also for writes that go unnoticed.
     """
+    refuse_tracing(ModError, "block_mask", "pass mask= itself to attention")
     if unknown:
         raise unknown_keywords(block_mask, unknown)
     sizes = (

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 import headway as hw
+from headway.compat import flex
 from headway.errors import ArgumentError, ModError
 
 L, H, D = 12, 2, 8
@@ -204,6 +205,19 @@ def _tripled(s, b, h, i, j):
     return apply(s)
 
 
+def _prints(s, b, h, i, j):
+    print(s)
+    return s
+
+
+def _raises(s, b, h, i, j):
+    raise ValueError(s)
+
+
+_foreign: dict[str, Any] = {"__name__": "math"}
+exec("def fn(s, b, h, i, j):\n    return s * 2", _foreign)
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], type, str]] = {
     "a value": (lambda x: lambda s, b, h, i, j: s * x[0, 0, 0, 0].item(), ModError,
                 "the score function reads the value of a tensor (item)"),
@@ -215,6 +229,19 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], type, str]] = {
     "a method's handler": (lambda x: functools.partial(_tries), ModError,
                            "the score function handles exceptions"),
     "an autograd Function": (lambda x: _tripled, ModError, "the score function reads"),
+    "an autograd Function, called inside": (
+        lambda x: lambda s, b, h, i, j: apply(s) * x.shape[2], ModError, "the score function"),
+    "a branch": (lambda x: lambda s, b, h, i, j: s if i > j else s * x.shape[2], ModError,
+                 "the score function makes a Python decision on the value of a symbol"),
+    "an and": (lambda x: lambda s, b, h, i, j: (i > j and j) * s * x.shape[2], ModError,
+               "the score function makes a Python decision on the value of a symbol"),
+    "other arguments": (lambda x: lambda s, i, j: s * x.shape[2], ModError,
+                        "the score function takes other arguments; a score takes (score, b, h"),
+    "print": (lambda x: functools.partial(_prints), ModError, "the score function reads print"),
+    "an error": (lambda x: functools.partial(_raises), ModError,
+                 "the score function cannot be traced by torch.compile"),
+    "a code of its own": (lambda x: functools.partial(_foreign["fn"]), ModError,
+                          "the score function runs fn, whose globals are no module's"),
     "no function": (lambda x: 3, ArgumentError, "score"),
 }  # fmt: skip
 
@@ -222,10 +249,39 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], type, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_first_line_is_ours(name):
     make, kind, line = REFUSED[name]
-    x = torch.randn(1, H, L, D, generator=_draw)
+    x = torch.randn(1, H, L, D, generator=_draw, requires_grad=True)
     with pytest.raises(kind) as error:
         torch.compile(lambda x: hw.attention(x, x, x, make(x)), backend="eager", fullgraph=True)(x)
     assert str(error.value).startswith(line)
+
+
+BLOCK_MASKS: dict[str, Callable[[Tensor], Any]] = {
+    "block_mask": lambda x: hw.attention(
+        x, x, x, mask=hw.block_mask(hw.causal(), 1, 1, x.shape[2], x.shape[2])
+    ),
+    "create_block_mask": lambda x: flex.flex_attention(
+        x,
+        x,
+        x,
+        block_mask=flex.create_block_mask(_causal, None, None, x.shape[2], x.shape[2], "cpu"),
+    ),
+    "create_mask": lambda x: flex.create_mask(_causal, None, None, x.shape[2], x.shape[2], "cpu"),
+}
+
+
+def _causal(b, h, i, j):
+    return i >= j
+
+
+@pytest.mark.parametrize("name", BLOCK_MASKS)
+def test_a_block_mask_is_built_outside_of_a_whole_graph(name):
+    """Compiled with a graph break; fullgraph=True refuses it in our words."""
+    step, x = BLOCK_MASKS[name], torch.randn(1, H, L, D, generator=_draw)
+    with pytest.raises(ModError) as error:
+        torch.compile(step, backend="eager", fullgraph=True)(x)
+    assert str(error.value).startswith(f"{name} computes from values of tensors")
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(step, backend="eager")(x), step(x))
 
 
 def test_the_first_line_of_an_argument_error_is_ours():

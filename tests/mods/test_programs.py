@@ -376,7 +376,7 @@ def test_a_fresh_process_says_the_same(tmp_path):
 
 def _less(patch: pytest.MonkeyPatch, method: str, part: Callable[[list, int, tuple], None]) -> None:
     """A walk whose method leaves something out of what it adds to the key: `part(key, at, args)`."""
-    real = getattr(capture._ReadWalker, method)
+    real = getattr(capture.ReadWalker, method)
 
     def walk(self, *args):
         at = len(self.reads.key)
@@ -384,7 +384,7 @@ def _less(patch: pytest.MonkeyPatch, method: str, part: Callable[[list, int, tup
         part(self.reads.key, at, args)
         return result
 
-    patch.setattr(capture._ReadWalker, method, walk)
+    patch.setattr(capture.ReadWalker, method, walk)
 
 
 def _without_numbers(patch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def _without_shapes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_attributes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture._ReadWalker, "follow_attribute", lambda *_: None)
+    patch.setattr(capture.ReadWalker, "follow_attribute", lambda *_: None)
     patch.setattr(lowering, "find_source", lambda reads, tensor: None)  # which would notice
 
 

@@ -23,7 +23,7 @@ from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..run import run, run_out
-from ..types import Request
+from ..types import Request, inlined_or_eager, refuse_tracing
 from .errors import (
     CallAssertionError,
     CallAttributeError,
@@ -146,6 +146,7 @@ def flex_attention(
     return out, lse
 
 
+@inlined_or_eager
 def create_block_mask(
     mask_mod: MaskFn,
     B: int | None,
@@ -175,6 +176,7 @@ def create_block_mask(
 
     **Raises:** `ModError` for a mask that cannot be traced.
     """
+    refuse_tracing(CallModError, "create_block_mask", "pass mask_mod as mask= to headway.attention")
     if _positional(mask_mod) != 4:
         raise CallAssertionError(
             "create_block_mask needs a mask of four arguments (b, h, q_idx, kv_idx), got "
@@ -201,6 +203,7 @@ def create_block_mask(
     return blocks if separate_full_blocks else blocks.partial_only()
 
 
+@inlined_or_eager
 def create_mask(
     mod_fn: Callable[..., Tensor],
     B: int | None,
@@ -210,6 +213,7 @@ def create_mask(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return the square of a mask, or where a score is not -inf: bool `(B, H, Q_LEN, KV_LEN)`."""
+    refuse_tracing(CallModError, "create_mask", "call the function on index tensors")
     shape = _sizes(B, H, Q_LEN, KV_LEN)
     kind = {4: "mask", 5: "score"}.get(_positional(mod_fn))
     if kind is None:

@@ -1,5 +1,6 @@
 """Attention of a layer of transformers: its softmax, steps over a cache, continuous batching."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,13 @@ def continuous_batch(
             "alone; set max_blocks_per_request=0 in its ContinuousBatchingConfig"
         )
     if cache is not None:
+        if "kwargs" not in inspect.signature(cache.update).parameters:
+            import transformers
+
+            raise BackendRefused(
+                "continuous batching by attn_implementation needs transformers 5.24 or newer, got "
+                f'{transformers.__version__}; upgrade it, or set "sdpa" for continuous batching'
+            )
         layer = softmax.module.layer_idx
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=layer, kwargs=arguments

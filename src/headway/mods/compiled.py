@@ -5,7 +5,6 @@ that it reads (`tracing.guards`). Dynamo cannot hand over any other: closures th
 methods, partials, objects. These are recorded while Dynamo traces them (`tracing.recording`).
 """
 
-import functools
 import operator
 import types
 from collections.abc import Callable
@@ -13,16 +12,15 @@ from itertools import starmap
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import HeadwayError, ModError
 from ..types import Captured, constant_under_compile, refuse_under_compile
 from .graph import DTYPES
 from .lowering import Lowered, find_source, first_opaque_read, lower, trace_structure
-from .tracing.bytecode import names_in_code
 from .tracing.capture import collect_reads
 from .tracing.guards import Guard, global_hooks, guard_holds, resolve_path
-from .tracing.locations import quote
+from .tracing.key_guards import count_traced, guard_constant, guard_recorded
 from .tracing.recording import FunctionRecorder, Recording, Replay
 
 # From PyTorch 2.13 on, Dynamo guards the attributes of classes and takes methods for constants.
@@ -37,6 +35,8 @@ def lower_under_compile(
     if all(_is_constant(fn) for fn in functions):
         lowered = lower_guarded(kind, structure, dtype, *functions)
         _check_guards(functions, lowered.guards)
+        for fn in functions:  # noqa: B007 - the next line reads its name
+            guard_constant("fn")
         paths = lowered.capture_paths
         tensors = [resolve_path(functions[n], path) for n, path in paths]
         return lowered, captured._replace(tensors=captured.tensors + tensors)
@@ -44,9 +44,11 @@ def lower_under_compile(
     recorders, outputs, names = [], [], []
     for fn in functions:
         recorder = FunctionRecorder(kind, DTYPES[dtype], factors)
+        guard_reads(kind, "fn", None)
+        first = count_traced()
         outputs.append(recorder.run(fn))
         recorders.append(recorder)
-        names.append(_check_code(kind, fn))
+        names.append(guard_reads(kind, "fn", first))
     symbolic = True
     while True:
         recordings = [
@@ -97,48 +99,12 @@ def _check_guards(functions: list[Callable], guards: tuple[tuple[int, Guard], ..
             raise ModError(f"what a score or mask reads changed while it was compiled: {guard[0]}")
 
 
-def _check_code(kind: str, fn: Any) -> str:
-    """Guard what the code of a recorded function reads and Dynamo does not guard. Return its name.
-
-    **Raises:** `ModError` where that cannot be done.
-    """
-    while isinstance(fn, functools.partial):
-        for value in (*fn.args, *fn.keywords.values()):
-            if isinstance(value, types.FunctionType):  # which it may call
-                _check_code(kind, value)
-        fn = fn.func
-    if isinstance(fn, types.MethodType):
-        fn = fn.__func__
-    elif isinstance(fn, nn.Module):
-        fn = type(fn).forward
-    elif not isinstance(fn, types.FunctionType):
-        fn = type(fn).__call__
-    if not isinstance(fn, types.FunctionType):
-        return "function"
-    if _is_made_inside(fn):
-        return check_names(kind, fn.__code__)
-    name, guards = guards_of_code(kind, fn)
-    _check_guards([fn], guards)
-    return name
-
-
-def check_names(kind: str, code: types.CodeType) -> str:
-    """Refuse code that reads what no name leads to; return its name."""
-    names = names_in_code(code)
-    opaque_read = names.opaque_read or names.handler
-    if opaque_read is not None:
-        _refuse(kind, opaque_read[0] + quote(opaque_read[1]))
-    return code.co_qualname
-
-
-def guards_of_code(kind: str, fn: types.FunctionType) -> tuple[str, tuple[tuple[int, Guard], ...]]:
-    """Return the name of a function and the guards of what its code reads. Its cells have none:
-    Dynamo cannot read a cell of a function that it also calls."""
-    reads = collect_reads(fn, guarding=True)
-    if reads.opaque_read is not None:
-        _refuse(kind, reads.opaque_read)
-    guards = [(0, guard) for guard in reads.guards if not any(s == "cell" for s, _ in guard[0])]
-    return fn.__qualname__, tuple(guards)
+def guard_reads(kind: str, name: str, first: int | None) -> str:
+    """Guard what a recorded function can read, and return its name; refuse what cannot be."""
+    function, reason = guard_recorded(name, first)
+    if reason is not None:
+        _refuse(kind, reason)
+    return function
 
 
 def _refuse(kind: str, reason: str) -> None:
@@ -214,5 +180,5 @@ def lower_recorded(
     return None
 
 
-for _function in (lower_guarded, lower_recorded, check_names, guards_of_code):
+for _function in (lower_guarded, lower_recorded, guard_reads, guard_constant, count_traced):
     constant_under_compile(_function)

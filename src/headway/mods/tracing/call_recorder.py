@@ -132,7 +132,7 @@ class CallRecorder:
         internal: bool | None = None
         of_user = False
         while frame is not None and frame is not self.outer_frame:
-            owner = _file_owner(_source_file(frame))
+            owner = file_owner(_source_file(frame))
             if owner == "import":
                 return True
             if owner == "internal" and internal is None:
@@ -182,7 +182,8 @@ def _source_file(frame: types.FrameType) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _file_owner(file: str) -> str:
+def file_owner(file: str) -> str:
+    """Return whose code is in a file: "internal", "import", "python" or "user"."""
     if file.startswith("<frozen importlib"):
         return "import"
     if file.startswith((PACKAGE, TORCH)):

@@ -55,6 +55,11 @@ from .reads import DeferredLookup, FunctionReads
 
 _MAX_OBJECTS = 2000  # one that can read more, or with 4 guards for each, is traced at every call
 
+# What Dynamo guards as a whole. (It takes -0.0 for 0.0.)
+_GUARDED = {
+    bool, int, float, str, type(None), list, tuple, Tensor, torch.nn.Parameter, torch.dtype,
+    torch.device, types.FunctionType, types.ModuleType, types.BuiltinFunctionType,
+}  # fmt: skip
 _METACLASSES = {type, abc.ABCMeta, enum.EnumMeta}
 # The descriptor of a named tuple's field. Its value is an item of the tuple, followed as such.
 _NAMED_TUPLE_FIELD = type(namedtuple("_", "field").__dict__["field"])
@@ -62,13 +67,13 @@ _NAMED_TUPLE_FIELD = type(namedtuple("_", "field").__dict__["field"])
 
 def collect_reads(fn: Callable, guarding: bool = False) -> FunctionReads:
     """Return everything that `fn` can read; if `guarding`, with the guards for a compiler."""
-    walker = _ReadWalker(guarding)
+    walker = ReadWalker(guarding)
     walker.follow(fn, (), ())
     walker.finish()
     return walker.reads
 
 
-class _ReadWalker:
+class ReadWalker:
     """A walk from a function to all that it can read, depth first, in the order of the key.
 
     An object that was followed before adds its number to the key and ends the walk there. Dynamo
@@ -121,6 +126,8 @@ class _ReadWalker:
     def follow(self, value: Any, path: Path, ancestors: tuple[int, ...]) -> None:
         """Add a value to the key, and whatever can be read through it."""
         kind, key = type(value), self.reads.key
+        if self.guarding and (kind not in _GUARDED or (kind is float and value == 0)):
+            self.reads.fully_guarded = False
         if kind in BY_VALUE or kind in BY_TEXT:
             key.append((kind, value if kind in BY_VALUE else repr(value)))
             if self.guarding and kind is range:  # its numbers may be symbols
@@ -287,7 +294,7 @@ class _ReadWalker:
 
     def follow_instance(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         """Follow an object of a class that is written in Python."""
-        self.reads.key.append(kind)
+        self.follow_protocol(kind)
         self.guard(path, "exists")
         if has_dynamic_attributes(kind):
             self.mark_opaque(f"reads {self.label}, whose class has a __getattr__ of its own")
@@ -315,6 +322,11 @@ class _ReadWalker:
             self.mark_unguarded(f"a {base.__name__} with a class of its own")
         lookup = self.defer_attributes(value, path, ancestors)
         self.lookup_attribute(lookup, "forward" if is_module else "__call__")
+
+    def follow_protocol(self, kind: type) -> None:
+        """Add a class and all names in it: Python asks for `__bool__` or `__get__` by itself."""
+        names = [tuple(cls.__dict__) for cls in kind.__mro__ if not is_constant_class(cls)]
+        self.reads.key += kind, *names
 
     def follow_torch_module(self, value: torch.nn.Module, path: Path, ancestors: tuple) -> None:
         """Follow a module of torch's to all that it has, which its code may read."""
@@ -352,7 +364,7 @@ class _ReadWalker:
             self.follow(value, path, ancestors)
         else:
             self.numbers[id(value)] = len(self.numbers), value
-            self.reads.key.append(kind)
+            self.follow_protocol(kind)
             self.guard(path, "exists")
             self.defer_attributes(value, path, (*ancestors, id(value)) if self.guarding else ())
 

@@ -17,10 +17,11 @@ class FunctionReads:
     - `codes`: the code objects that were followed; a trace that runs others is not reused.
     - `modules`: the ids of modules that were followed to all that they have.
     - `guards`: the checks that `torch.compile` makes in every call; empty unless asked for.
+    - `fully_guarded`: Dynamo guards all of these, the rest is compared by the key.
     - `opaque_read`: the first read that cannot be followed, with its location; None if all can.
     """
 
-    __slots__ = ("codes", "guards", "key", "modules", "opaque_read", "tensors")
+    __slots__ = ("codes", "fully_guarded", "guards", "key", "modules", "opaque_read", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Path, Tensor]] = []
@@ -28,6 +29,7 @@ class FunctionReads:
         self.codes: set[types.CodeType] = set()
         self.modules: set[int] = set()
         self.guards: list[Guard] = []
+        self.fully_guarded = True
         self.opaque_read: str | None = None
 
 

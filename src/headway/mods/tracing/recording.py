@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...errors import ModError
+from ...errors import HeadwayError, ModError
 from ...types import constant_under_compile, fixed, refuse_under_compile
 from ..graph import POSITIONS
+from .key_guards import current_frame
 from .locations import Location, is_internal_file, quote
 from .reads import FunctionReads
 from .tracer import Tracer
@@ -92,6 +93,7 @@ class FunctionRecorder(TorchFunctionMode):
         symbols += [torch.empty((), dtype=torch.int64, device="meta") for _ in POSITIONS]
         for symbol in symbols:
             self.numbers[symbol] = len(self.numbers)
+        name_failures(self.kind)
         with self:
             result = fn(*symbols)
         return self.reference(result)
@@ -207,10 +209,52 @@ def name_of(func: Any) -> str:
 
 def traced_line() -> Location | None:
     """Return the line of the user's that Dynamo is tracing."""
-    for frame in reversed(torch._guards.TracingContext.extract_stack()):
+    return _users_line(torch._guards.TracingContext.extract_stack())
+
+
+def _users_line(stack: Any) -> Location | None:
+    for frame in reversed(stack):
         if not is_internal_file(frame.filename):
             return frame.filename, frame.lineno or 0
     return None
+
+
+def name_failures(kind: str) -> None:
+    """Let what Dynamo says of the functions that the traced frame calls begin with our words."""
+    from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported
+
+    tx = current_frame()
+    inline = tx.inline_user_function_return
+
+    def inline_named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inline(*args, **kwargs)
+        except (Unsupported, ObservedException, TorchRuntimeError) as error:
+            if isinstance(error, HeadwayError):
+                raise
+            line = quote(_users_line(getattr(error, "real_stack", None) or ()) or traced_line())
+            refuse_under_compile(
+                ModError, f"the {kind} function {_failure(error)}{line}\n\n{error}"
+            )
+
+    tx.inline_user_function_return = inline_named
+
+
+def _failure(error: Exception) -> str:
+    """Return what a function did that Dynamo cannot trace, and what to write instead."""
+    what = (str(error) or type(error).__name__).splitlines()[0]
+    if what == "Data-dependent branching":
+        return (
+            "makes a Python decision on the value of a symbol (if, while, and, or, not); use "
+            "torch.where(condition, a, b), and & | ~ in place of and, or, not"
+        )
+    if what.startswith("failed to bind arguments"):
+        takes = ", ".join(POSITIONS)
+        return f"takes other arguments; a score takes (score, {takes}), a mask ({takes})"
+    return (
+        f"cannot be traced by torch.compile ({what}); use numbers, tensors and functions of torch, "
+        "or compile without fullgraph=True"
+    )
 
 
 def refuse_read(kind: str, name: str) -> None:
@@ -233,7 +277,7 @@ def refuse_value(kind: str, what: str) -> None:
     )
 
 
-for _function in (name_of, traced_line, refuse_read, refuse_value):
+for _function in (name_of, traced_line, name_failures, refuse_read, refuse_value):
     constant_under_compile(_function)
 
 
