@@ -94,7 +94,7 @@ def fuzz(seed: int, backend: str, structures: int = 0) -> Fuzz:
     d = kind.choice(WIDTHS[kind_of])
     dv = d if kind.random() < 0.7 else kind.choice(WIDTHS[kind_of])
     sink, deterministic = kind.random() < 0.3, kind.random() < 0.1
-    dropout = kind.choice([0.1, 0.35]) if kind.random() < 0.15 and backend != "hopper" else 0.0
+    dropout = kind.choice([0.1, 0.35]) if kind.random() < 0.15 else 0.0
     stats = kind.random() < 0.6
     tile = kind.choice(TILES[kind_of]) if of_mask and kind.random() < 0.3 else None
     layouts = tuple(kind.choice(list(LAYOUTS)[:-1]) for _ in range(3))

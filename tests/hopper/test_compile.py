@@ -64,6 +64,16 @@ PINS = {
     ("forward", "64/64", "document"): {
         "registers": 80, "hgmma": 24, "shared": 74756, "spills": 28, "loop": 265, "masked": 465,
     },
+    # Words for dropout, in the loop: 16 and 8 calls of Philox.
+    ("forward", "128/128", "dropout"): {
+        "hgmma": 96, "shared": 230208, "spills": 88, "loop": 1275, "masked": 1360,
+    },
+    ("backward", "128/128", "dropout"): {
+        "hgmma": 144, "shared": 220164, "spills": 84, "loops": 12, "loop": 970, "masked": 1130,
+    },
+    ("backward", "64/64", "dropout"): {
+        "hgmma": 104, "shared": 130052, "spills": 0, "loop": 870, "masked": 950,
+    },
     ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 219520, "spills": 0},
     # Scores that grow with S by a known number, which no pair is multiplied with.
     ("backward", "128/128", "slanted"): {
@@ -121,6 +131,7 @@ LONG = {
     ("forward", "128/128", "long"), ("forward", "128/128", "slanted"),
     ("forward", "128/128", "relative"), ("forward", "64/64", "longest"),
     ("backward", "128/128", "plain"), ("backward", "128/128", "slanted"),
+    ("backward", "64/64", "dropout"),
 }  # fmt: skip
 
 

@@ -42,6 +42,7 @@ CASES = (
     "length_1", "lengths_1_257_causal", "width_100_100", "heads_6_3_score",
     "layout_expanded", "layout_transposed", "scale_-0.5_score", "mask_nothing", "mask_by_batch_sink", "score_bias_rows",
     "score_bias_keys_masked", "score_undefined", "score_ends", "score_added", "score_walls", "score_cancelled_masked", "std_5_long_sink",
+    "dropout_0.1_all", "dropout_long",
 )  # fmt: skip
 
 
@@ -724,13 +725,14 @@ def test_a_broken_kernel_is_found():
 
 def test_refusals():
     q = torch.zeros(1, 2, 130, 64, dtype=torch.bfloat16)
-    wide = torch.zeros(1, 2, 130, 264, dtype=torch.bfloat16)
+    wide, latent = (torch.zeros(1, 2, 130, n, dtype=torch.bfloat16) for n in (264, 192))
     mask = hw.block_mask(hw.causal(), 1, 1, 130, 130, tile=(64, 64))
     for match, tensors, options in (
         ("bfloat16 or float16", (q.float(),), {}),
         ("at most 256", (wide,), {}),
-        ("dropout", (q,), {"dropout": 0.1}),
         (r"tile=\(128, 128\)", (q,), {"mask": mask}),
     ):
         with pytest.raises(BackendRefused, match=match):
             hw.attention(*tensors * 3, backend="hopper", **options)
+    with pytest.raises(BackendRefused, match="dropout at widths d = 192, dv = 64"):
+        hw.attention(latent, latent, q, dropout=0.1, backend="hopper")

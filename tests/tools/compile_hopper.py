@@ -78,6 +78,7 @@ CALLS = {
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},
     "many": {"mask": hw.causal(), "heads": 4, "batch": 33},
+    "dropout": {"mask": hw.causal(), "length": 2048, "dropout": 0.1},
 }
 
 
@@ -130,7 +131,7 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
 
 
 def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=LENGTH, heads=2,
-          batch=2, sink=False, deterministic=False, in_tiles=False):  # fmt: skip
+          batch=2, sink=False, deterministic=False, in_tiles=False, dropout=0.0):  # fmt: skip
     shapes = (4, d), (heads, d), (heads, dv)
     q, k, v = (torch.randn(batch, h, length, w).to(dtype) for h, w in shapes)
     sink = torch.zeros(4) if sink else None
@@ -138,7 +139,7 @@ def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=
     coords = Coords(q_pos=at, kv_pos=at, straight_below=length) if in_tiles else None
     spec, call = prepare(
         q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None,
-        deterministic=deterministic, keys=coords,
+        deterministic=deterministic, keys=coords, dropout=dropout, seed=7,
     )  # fmt: skip
     if direction == "forward":
         hopper.forward(spec, call)

@@ -477,6 +477,9 @@ class Language(types.ModuleType):
             return args[0]
         if asm == mma._HALVES.value:
             return args[0].float()
+        if product := re.search(r"mul\.wide\.u32 x, \$2, (\d+);", asm):
+            x = (torch.as_tensor(args[0]).long() & 0xFFFFFFFF) * int(product[1])
+            return _plain(x.int()), _plain((x >> 32).int())
         if "global" in asm:
             return inline_assembly.elementwise(asm, constraints, args, _add)
         if not asm.startswith("tanh.approx.f32 "):
@@ -497,6 +500,9 @@ class Language(types.ModuleType):
             return x.view(dtype)
         if isinstance(x, float) and dtype.is_floating_point:
             return float(torch.tensor(x, dtype=dtype))
+        if isinstance(x, int) and dtype in (torch.int32, torch.int64):
+            half = 1 << torch.iinfo(dtype).bits - 1
+            return (x + half) % (2 * half) - half  # it wraps
         return x.to(dtype) if isinstance(x, torch.Tensor) else x
 
     @staticmethod
@@ -645,7 +651,7 @@ def _load() -> types.SimpleNamespace:
         }
         for name in ("common", "dq_reduce", "dq_zero", "segments", "wide_dq"):
             kernels[name] = load(f"simulated.hopper.bwd.{name}")
-        for name in ("affine_score", "hoisted", "relative_bias"):
+        for name in ("affine_score", "dropout", "hoisted", "relative_bias"):
             kernels[name] = load(f"simulated.hopper.device.{name}")
         text = {n: load(f"simulated.gpu.device.{n}") for n in ("maths", "gradients")}
         kernels["exact_sums"] = load("simulated.gpu.device.exact_sums")

@@ -54,13 +54,16 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
             "reads a number for each query: sums of its gradient do not fit in shared memory; "
             "detach() it, or use backend='triton'"
         )
+    elif spec.dropout and len(first_fit(BWD_TILE_SHAPES, d, dv).d) == 2:
+        reasons.append(
+            f"dropout at widths d = {d}, dv = {dv}: with d from 129 to 192 and dv up to 128 the "
+            "backward has no registers left for it; use backend='triton'"
+        )
     if kind.moves:
         reasons.append(
             "an input has a tangent (forward mode), for which it has no kernel: use "
             "backend='triton', whose out may differ from this backend's by rounding"
         )
-    if spec.dropout:
-        reasons.append("dropout: it has none; use backend='triton'")
     if spec.tiles is not None and any(n % t for n, t in zip(spec.tiles[2:], TILE, strict=True)):
         reasons.append(
             f"a block mask with tiles of {spec.tiles[2:]}: give tile={TILE}, or multiples of it"

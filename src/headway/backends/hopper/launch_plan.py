@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from ...dropout import threshold
 from ...errors import BackendRefused
 from ...mods.graph import Graph
 from ...types import Spec
@@ -22,6 +23,7 @@ from ..gpu.runtime.launcher import CallArguments, KernelLauncher
 from .config import head_swizzle
 from .device import (
     affine_score,
+    dropout,
     gluon_compat,
     hoisted,
     mma,
@@ -43,7 +45,7 @@ HOISTED = {
 # The modules with the device code of both kernels; a plan adds its own (`BasePlan.sources`).
 DEVICE = (
     maths, diagonals, exact_sums, gradients, preprocess, gluon_compat, pipeline, work_tile, mma,
-    affine_score, hoisted, relative_bias,
+    affine_score, hoisted, relative_bias, dropout,
 )  # fmt: skip
 
 P = TypeVar("P", bound="HopperPlan")
@@ -87,6 +89,9 @@ class HopperPlan(BasePlan):
             "has_abs": self.generated.has_abs, "abs_only": self.generated.abs_only,
             "monotone": (self.score_gain or 0.0) > 1e-6 and spec.scale > 1e-6,
         }  # fmt: skip
+        self.last_dropped = threshold(spec.dropout) - 1  # of all words; -1: each keeps its pair
+        drops = self.last_dropped >= 0
+        self.keys_in_fours = drops and call.coords.kv_pos is None and call.coords.kv % 4 == 0
         self.hoisted: dict[str, Any] = {
             field: self.function(name) for field, name in HOISTED.items()
         }
@@ -137,6 +142,22 @@ class HopperPlan(BasePlan):
     def tma_readable(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the matrices as TMA can read them: a copy where strides do not fit."""
         return matrices if self.strides_fit else list(map(with_tma_strides, matrices))
+
+    def seed_of(self, call: Call) -> list[Tensor]:
+        """Return the seed, where there is dropout."""
+        if self.last_dropped < 0:
+            return []
+        assert call.seed is not None
+        return [call.seed.to(self.device)]
+
+    def dropout_of(self, seed: list[Any]) -> dropout.DropoutArgs | None:
+        """Return the arguments of dropout, taking what `seed_of` gave from the front of a list of
+        tensors."""
+        if self.last_dropped < 0:
+            return None
+        p = self.spec.dropout
+        bits = self.last_dropped - (2**32 if self.last_dropped >= 2**31 else 0)
+        return dropout.DropoutArgs(seed.pop(0), bits, 1 / (1 - p) if p < 1 else 0.0)
 
     def is_causal(self) -> bool:
         """Return whether the mask is `causal()`: tile rows are of all lengths."""

@@ -37,6 +37,7 @@ class BwdModArgs(NamedTuple):
     scale: Any  # of S
     rate: Any  # what dK and dQ are multiplied by: `scale`, times dT/dS if CONFIG.constant_dscore
     coords: Any
+    dropout: Any  # `DropoutArgs` of device/dropout.py, or None
     bias_tables: Any  # for `relative_bias.begin`
     score_args: Any  # captured tensors and numbers of the score
     mask_args: Any  # captured tensors and numbers of the mask
@@ -253,6 +254,7 @@ class PairContext(NamedTuple):
 
     head: Any  # QueryHead
     kv_idx: Any  # positions of the keys
+    first_kv: Any  # `first_position` of the keys
     live: Any  # which keys are there
     hoisted: Any  # `hoisted.HoistedRows` of the keys
     mods: Any  # BwdModArgs
@@ -329,6 +331,7 @@ class WideContext(NamedTuple):
     smem: Any  # WideSmem
     rings: Any  # WideRings
     pairs: Any  # PairContext
+    dropout: Any  # as in `BwdModArgs`
     share: Any
     captured_grads: Any
     bias_sums: Any

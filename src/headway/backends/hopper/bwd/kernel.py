@@ -46,6 +46,7 @@ flight over the loop's end, which the assembler would serialise.
 """
 
 from .. import config
+from ..device.dropout import drop
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import (
     ROWS,
@@ -87,9 +88,11 @@ from ..device.work_tile import (
 from .common import (
     DO_STAGES,
     captured_values_grads,
+    draw_bits,
     hoist_keys,
     hoist_queries,
     issue_dp,
+    kept_pairs,
     locate_keys,
     opaque_zero,
     probabilities,
@@ -148,7 +151,7 @@ def backward(
     last_columns,  # tile columns, times CONFIG.subtiles, whose work tiles come last
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
     scale, rate,  # see `BwdModArgs`
-    coords, schedule, semaphore,
+    coords, dropout, schedule, semaphore,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -192,7 +195,7 @@ def backward(
     key_grads = KeyGradOutputs(dk, dv, dk_float32, dv_float32, d_width, dv_width)
     outputs = ConsumerOutputs(key_grads, captured_grads, bias_sums, segment_dq)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
-    mods = BwdModArgs(scale, rate, coords, bias_tables, score_args, mask_args)
+    mods = BwdModArgs(scale, rate, coords, dropout, bias_tables, score_args, mask_args)
     reduce_outputs = ReduceOutputs(dq_accum, dk, dv, segment_dq, segments, zero_rows, zeroed_blocks)
     gl.warp_specialize(
         [
@@ -292,7 +295,7 @@ def consume_tile(
     inputs, input_rings = smem.inputs, rings.inputs
     tile = read_key_tile(smem.work, stage_of(tiles_done, WORK_STAGES), WARPGROUP)
     first_key = tile.first_key + W * ROWS
-    live, kv_idx = locate_keys(first_key, tile.b, mods.coords, sizes.kv_len, CONFIG)
+    live, kv_idx, first_kv = locate_keys(first_key, tile.b, mods.coords, sizes.kv_len, CONFIG)
     dk = zero_acc(ROWS, inputs.k)
     dv = zero_acc(ROWS, (inputs.v,))[0]
     consumer_wait(input_rings.k, stage_of(tiles_done, 1))
@@ -319,7 +322,7 @@ def consume_tile(
     for n in range(sizes.share):
         head = QueryHead(tile.h + n, tile.b)
         hoisted = hoist_keys(head, kv_idx, first_key, mods, CONFIG)
-        pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
+        pairs = PairContext(head, kv_idx, first_kv, live, hoisted, mods, sizes.q_len)
         bias_sums = locate_bias(outputs.bias_sums, head.b, head.h, first_key)
         context = QBlockContext(
             smem, rings, rings.dq[W], pairs, outputs.captured_grads, bias_sums, sizes.share, segment
@@ -344,6 +347,8 @@ def consume_tile(
         else:
             dq = state.dq
         cursors = Cursors(state.q_at, state.dout_at, dq_at)
+    if mods.dropout is not None:
+        dv = dv * mods.dropout.factor
     consumer_release(input_rings.k, stage_of(tiles_done, 1))
     consumer_release(input_rings.v, stage_of(tiles_done, 1))
     # Read again, so that they were in no registers until now.
@@ -391,6 +396,9 @@ def mma_q_block(
     if MASK_READS:
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, CONFIG)
         queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
+    DROPS: gl.constexpr = pairs.mods.dropout is not None
+    if DROPS:
+        bits = draw_bits(n, zero, pairs, CONFIG)
     lse = inputs.lse.index(q_at.stage).load(cols)
     consumer_wait(input_rings.dout, dout_at)
     if not (CONFIG.dp_after_p or WIDE):
@@ -402,7 +410,10 @@ def mma_q_block(
     p, p_dscore, dscore, pair_args = probabilities(
         s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
-    p16 = p.to(dtype)
+    if DROPS:  # noqa: SIM108
+        p16 = drop(kept_pairs(bits, n, pairs, CONFIG), p).to(dtype)
+    else:
+        p16 = p.to(dtype)
     neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
         p16 = materialize(p16)
@@ -418,6 +429,8 @@ def mma_q_block(
     dv = warpgroup_mma(p16, inputs.dout.index(dout_at.stage), state.dv, is_async=True)
 
     dp = warpgroup_mma_wait(1, deps=[dp])
+    if DROPS:
+        dp = gl.where(kept_pairs(bits, n, pairs, CONFIG), dp, 0.0) * pairs.mods.dropout.factor
     if not WIDE:
         dp = dp + neg_delta[None, :]
     ds = widen(p_dscore, CONFIG.constant_dscore) * dp

@@ -83,7 +83,8 @@ class BackwardPlan(HopperPlan):
     def _tile_shape(self, spec: Spec) -> BwdTileShape:
         """Return the tile shape of the kernel."""
         faster = self.gathers_per_pair if max(self.d, self.dv) > 64 else self.is_long()
-        pipelined = spec.score is None and faster
+        # Dropout needs registers, too.
+        pipelined = spec.score is None and faster and not spec.dropout
         shapes = (shape for shape in BWD_TILE_SHAPES if pipelined or not shape.pipelined)
         return first_fit(shapes, self.d, self.dv)
 
@@ -209,7 +210,7 @@ class BackwardPlan(HopperPlan):
             named_barriers=shape.named_barriers, constant_dscore=self.score_gain is not None,
             unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
             score_past_end=self._undefined_past_the_end(shape.block),
-            relative_biases=len(self.bias_tables.depends),
+            relative_biases=len(self.bias_tables.depends), keys_in_fours=self.keys_in_fours,
             bias_grads=self.bias_tables.grad_tables, exact_width=self.exact_sums.width,
             **self.affine, **self.hoisted,
         )  # fmt: skip
@@ -244,11 +245,12 @@ class BackwardPlan(HopperPlan):
     ) -> Tensor:  # fmt: skip
         """Write dK and dV (from `new_key_grads`), and add to `grads`. **Returns:** dQ."""
         segment: tuple[Tensor, ...] = ()
+        seed = self.seed_of(call)
         if self.owned_segments is not None:
             work = self.owned_segments(call)
             assert work is not None
             call_args = self.call_arguments(
-                call, self.schedules, work.visit_bits, work.items, schedule=work.schedule
+                call, self.schedules, *seed, work.visit_bits, work.items, schedule=work.schedule
             )
             shape = *q.shape[:3], -(-self.d // 8) * 8
             dq = memory_for(call, 0, shape, self.dtype)
@@ -257,13 +259,15 @@ class BackwardPlan(HopperPlan):
             segment = torch.empty(self.segment_accum, dtype=torch.float32, device=self.device), dq
         elif self.ordered is None:
             call_args = self.known_arguments(self.schedules) or self.call_arguments(
-                call, self.schedules
+                call, self.schedules, *seed
             )
         else:
             chunks = self.b * self.hq * self.q_rows // CHUNK.value
             counters = workspace.new_zeros(chunks * COUNTERS.value, dtype=torch.int32)
             schedule, semaphore = self.ordered(call, counters)
-            call_args = self.call_arguments(call, self.schedules, *semaphore, schedule=schedule)
+            call_args = self.call_arguments(
+                call, self.schedules, *seed, *semaphore, schedule=schedule
+            )
         counter = () if self.work_tiles is None else (zeroed_counter(self.device),)
         bands, sums = self.bias_tables.fill(call_args), self.bias_tables.new_sums()
         operands = q, k, v, dout, workspace, dk, dv, *counter, *segment, *bands, *sums, *grads
@@ -282,6 +286,7 @@ class BackwardPlan(HopperPlan):
         """Return the arguments of the kernel."""
         q, k, v, dout, workspace, dk, dv, *others = operands
         coords, schedule, captured, order_tensors = self.arranged(self.schedules, tensors, floats)
+        dropout = self.dropout_of(order_tensors)
         neg_delta, lse2, dq_accum, zeroed_blocks = self.workspace.split(workspace)
         # The wide kernel has no parameters for segments, zeros and work tiles.
         counter: tuple[Any, ...] = ()
@@ -310,7 +315,7 @@ class BackwardPlan(HopperPlan):
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
             *self.neg_delta(neg_delta), *self.dq_accum(dq_accum), *segment, *zeros, *key_grads,
             grads,
-            bands, sums, *counter, *self.scalars, coords, schedule, semaphore, *captured,
+            bands, sums, *counter, *self.scalars, coords, dropout, schedule, semaphore, *captured,
         )  # fmt: skip
 
     def arrange_postprocess(self, operands: Sequence[Any], *_: object) -> tuple:

@@ -13,6 +13,7 @@ They meet only in a ring of stages for P, and so one computes exponentials while
 """
 
 from .. import config
+from ..device.dropout import drop
 from ..device.gluon_compat import (
     fence_async_shared,
     gl,
@@ -53,9 +54,11 @@ from ..device.work_tile import ONE_WARP, WARPGROUP, locate_tile, visit_q_blocks
 from .common import (
     DO_STAGES,
     captured_values_grads,
+    draw_bits,
     hoist_keys,
     hoist_queries,
     issue_dp,
+    kept_pairs,
     load_work_tile,
     locate_keys,
     opaque_zero,
@@ -101,7 +104,7 @@ def backward_wide(
     bias_tables, bias_sums,  # read and summed along diagonals (device/relative_bias.py)
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
     scale, rate,  # see `BwdModArgs`
-    coords, schedule, semaphore,
+    coords, dropout, schedule, semaphore,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -141,7 +144,7 @@ def backward_wide(
     tile = KeyTile(tile.tile_col, tile.tile_in_head, tile.first_key, tile.h * share, tile.b)
     sizes = BwdSizes(heads, group, share, q_len, q_rows, kv_len)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
-    mods = BwdModArgs(scale, rate, coords, bias_tables, score_args, mask_args)
+    mods = BwdModArgs(scale, rate, coords, dropout, bias_tables, score_args, mask_args)
     inputs = InputDescriptors(q=(q,), k=(k,), v=v, dout=dout, lse=lse, neg_delta=neg_delta)
     gl.warp_specialize(
         [
@@ -190,7 +193,8 @@ def consume_dv(
     # In the place of the last block of dout, when both consumers have released it.
     dout_at = advance(state.dout_at, DO_STAGES)
     producer_acquire(input_rings.dout, dout_at)
-    store_gradient(state.acc, 1.0, output, inputs.dout, dout_at.stage, tile, sizes)
+    factor = 1.0 if mods.dropout is None else mods.dropout.factor
+    store_gradient(state.acc, factor, output, inputs.dout, dout_at.stage, tile, sizes)
 
 
 @gluon.jit
@@ -211,6 +215,10 @@ def dv_q_block(
         s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
     p16 = materialize(p.to(inputs.v.dtype))
+    dropped = p16
+    if pairs.mods.dropout is not None:
+        kept = kept_pairs(draw_bits(n, zero, pairs, CONFIG), n, pairs, CONFIG)
+        dropped = materialize(drop(kept, p).to(inputs.v.dtype))
     if SCATTER is None:
         producer_acquire(rings.p, p_at)
         if CONFIG.constant_dscore:
@@ -219,7 +227,7 @@ def dv_q_block(
             smem.p.index(p_at.stage).store(p_dscore.to(inputs.v.dtype))
         producer_commit(rings.p, p_at)
     consumer_release(input_rings.q, q_at)
-    p16 = gl.convert_layout(p16, lhs_layout(_HALF))
+    p16 = gl.convert_layout(dropped, lhs_layout(_HALF))
     consumer_wait(input_rings.dout, dout_at)
     dv = wgmma_ab(state.acc, p16, column_halves(inputs.dout, dout_at.stage))
     q_at = advance(q_at, CONFIG.stages)
@@ -255,7 +263,8 @@ def consume_dk(
     state = WideState(dp, (half, half), q_at, dout_at, p_at)
     state = visit_heads(
         state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, schedule,
-        dk_q_block, SCATTER is not None, DERIVATIVE, SCATTER, MASK, CONFIG,
+        dk_q_block, SCATTER is not None or mods.dropout is not None,
+        DERIVATIVE, SCATTER, MASK, CONFIG,
     )  # fmt: skip
     # In the place of the last block of queries, when both consumers have released it.
     q_at = advance(state.q_at, CONFIG.stages)
@@ -276,7 +285,11 @@ def dk_q_block(
     zero_tile = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
     zero = opaque_zero(n, context.share)
     neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)
-    dp = state.product + neg_delta[None, :]
+    dp = state.product
+    if context.dropout is not None:
+        kept = kept_pairs(draw_bits(n, zero, pairs, CONFIG), n, pairs, CONFIG)
+        dp = gl.where(kept, dp, 0.0) * context.dropout.factor
+    dp = dp + neg_delta[None, :]
     consumer_release(input_rings.dout, dout_at)
     consumer_wait(input_rings.q, q_at)
     if SCATTER is None:
@@ -318,17 +331,17 @@ def visit_heads(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Call `BODY` for every live block of queries of every head. `keys`: from `locate_keys`;
-    `NEEDS_P`: whether it computes P."""
-    live, kv_idx = keys
+    `NEEDS_P`: whether it computes P, or what dropout keeps of it."""
+    live, kv_idx, first_kv = keys
     for n in range(sizes.share):
         head = QueryHead(tile.h + n, tile.b)
         if NEEDS_P:
             hoisted = hoist_keys(head, kv_idx, tile.first_key, mods, CONFIG)
-            pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
+            pairs = PairContext(head, kv_idx, first_kv, live, hoisted, mods, sizes.q_len)
         else:
             pairs = None
         sums = locate_bias(bias_sums, head.b, head.h, tile.first_key)
-        context = WideContext(smem, rings, pairs, sizes.share, captured_grads, sums)
+        context = WideContext(smem, rings, pairs, mods.dropout, sizes.share, captured_grads, sums)
         state = visit_q_blocks(
             state, context, schedule, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, BODY,
             DERIVATIVE, SCATTER, MASK, CONFIG,

@@ -43,6 +43,7 @@ class FwdModArgs(NamedTuple):
 
     scale: Any
     coords: Any  # `Coords` of gpu/runtime/call_plan.py
+    dropout: Any  # `DropoutArgs` of device/dropout.py, or None
     bias_tables: Any  # device/relative_bias.py
     score_args: Any  # what the score captures: tensors, numbers
     mask_args: Any  # likewise the mask
@@ -111,6 +112,7 @@ class TileContext(NamedTuple):
     batch: Any  # batch row of the tensors
     rows: Any  # `HoistedRows` of device/hoisted.py
     first_q: Any  # position of this consumer's first query (`first_position` of device/mma.py)
+    dropout_rows: Any  # positions of its queries, laid out as Philox calls (device/dropout.py)
 
 
 class PreviousTile(NamedTuple):
@@ -119,6 +121,7 @@ class PreviousTile(NamedTuple):
     work_at: Any  # cursor of its fields
     rows: Any  # this consumer's rows of a tile
     row_log2: Any  # what the slope adds to m, if CONFIG.slope_mma
+    dropout: Any  # as in `FwdModArgs`
     smem: Any
     rings: Any
     outputs: Any

@@ -66,6 +66,8 @@ def epilogue(acc, m, l, max_s, previous, SCORE: gl.constexpr, CONFIG: gl.constex
         scale = gl.exp2(previous_m - base)
         l = l * scale + gl.exp2(sink - base)
     gl.store(outputs.lse + head_row + first_row + rows, (m + gl.log2(l)) * LN2, mask=live)
+    if previous.dropout is not None:
+        scale = scale * previous.dropout.factor
     acc = scale_rows(acc, scale / gl.where(l == 0.0, 1.0, l))  # a query that sees nothing gets 0
     if outputs.wide_out is None:
         store_out(acc, outputs.out, tile.batch, tile.head, first_row + W * ROWS, smem.out, W)

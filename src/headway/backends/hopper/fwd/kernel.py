@@ -29,6 +29,7 @@ blocks first, then full ones, each kind from the last to the first.
 
 from .. import config
 from ..device.affine_score import affine_scores, slope_lhs, slope_rhs, wgmma_slope
+from ..device.dropout import bits_of_queries, calls_of_queries, drop, kept_of_queries
 from ..device.gluon_compat import gl, gluon, tma_store_wait, warpgroup_mma_wait
 from ..device.hoisted import (
     HoistedColumns,
@@ -117,7 +118,7 @@ def forward(
     counter, tickets,  # the next ticket (0, before and after), and how many there are
     last_rows,  # the shortest tile rows, whose tiles come after those of all heads
     whole_tiles, share_blocks, shared_blocks, partials,  # `StreamKArgs`, and memory for parts
-    heads, group, q_len, kv_len, dv, scale, coords, schedule, bias_tables,
+    heads, group, q_len, kv_len, dv, scale, coords, dropout, schedule, bias_tables,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what score and mask capture
     SCORE: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,  # `config.FwdKernelConfig`
 ):  # fmt: skip
@@ -147,7 +148,7 @@ def forward(
     fence_barrier_init()
     sizes = FwdSizes(heads, group, q_len, kv_len, dv)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
-    mods = FwdModArgs(scale, coords, bias_tables, score_args, mask_args)
+    mods = FwdModArgs(scale, coords, dropout, bias_tables, score_args, mask_args)
     outputs = FwdOutputs(out, wide_out, lse, row_max, max_logit, sink, partials, counter)
     stream_k = StreamKArgs(whole_tiles, share_blocks, shared_blocks)
     # The code of a consumer depends on its number, so each has a configuration of its own.
@@ -264,7 +265,9 @@ def consumer(
         if CONFIG.early_q_release:
             blocks_left = count_blocks(work.packed_blocks)
         tile = TileContext(kv_len, mods, *locate_queries(work, rows, mods, q_len, CONFIG))
-        previous = PreviousTile(previous_at, rows, row_log2, smem, rings, outputs, sizes, schedule)
+        previous = PreviousTile(
+            previous_at, rows, row_log2, mods.dropout, smem, rings, outputs, sizes, schedule
+        )
 
         # The first block, with which the previous tile ends; then the others.
         state = SoftmaxState(
@@ -309,7 +312,14 @@ def locate_queries(work, rows, mods, q_len, CONFIG: gl.constexpr):
     operands = hoist_rows(b, h, q_idx, mods.score_args, mods.mask_args, True, CONFIG)
     bias = locate_bias(mods.bias_tables, batch, head, n)
     operands = HoistedRows(operands.score, operands.mask, bias)
-    return b, h, q_idx, batch, operands, first_q
+    dropout_rows = ()
+    if CONFIG.keys_in_fours:
+        calls: gl.constexpr = calls_of_queries(CONFIG.block)
+        span = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, calls)))
+        dropout_rows = positions(
+            coords.q_pos, coords.q_stride, first_q, batch, n, span, q_len, CONFIG
+        )
+    return b, h, q_idx, batch, operands, first_q, dropout_rows
 
 
 @gluon.jit
@@ -406,6 +416,8 @@ def softmax_step(
     score_args = tile.mods.score_args
     if CONFIG.relative_biases > 0:
         score_args = score_args + (load_bias(tile.rows.bias, n, LIVE[1]),)  # noqa: RUF005
+    if tile.mods.dropout is not None:
+        bits = bits_of_queries(tile, first_kv, LIVE[1], CONFIG)
 
     # S is there; release K, and Q after its last block.
     s = wait_for_qk(s, ops, FIRST, CONFIG)
@@ -424,6 +436,9 @@ def softmax_step(
     e, m, l, max_s, rescale = online_softmax(
         t, scale_log2, s, row_log2, state, FIRST or MAYBE_FIRST, CONFIG
     )  # fmt: skip
+
+    if tile.mods.dropout is not None:
+        e = drop_pairs(e, bits, tile, first_kv, n, CONFIG)
 
     # P V of the block before is complete: release V, and P's registers.
     acc = wgmma_wait(state.acc, state.p, 0)
@@ -448,6 +463,22 @@ def softmax_step(
         acc=acc, m=m, l=l, max_s=max_s, p=p, k_at=k_at, v_at=v_at,
         is_first=gl.to_tensor(0), blocks_left=blocks_left,
     )  # fmt: skip
+
+
+@gluon.jit
+def drop_pairs(e, bits, tile, first_kv, n, CONFIG: gl.constexpr):
+    """Return P of the pairs that dropout keeps, and 0; their row sums are those of all pairs.
+
+    - `bits`: from `bits_of_queries`; `first_kv`: `first_key` of n.
+    """
+    COLUMNS: gl.constexpr = e.shape[1]
+    coords = tile.mods.coords
+    span = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, acc_layout(COLUMNS)))
+    kv_idx = positions(
+        coords.kv_pos, coords.kv_stride, first_kv, tile.batch, n, span, tile.kv_len, CONFIG
+    )
+    kept = kept_of_queries(bits, tile, row_vector(tile.q_idx, COLUMNS), kv_idx, CONFIG)
+    return drop(kept, e)
 
 
 @gluon.jit

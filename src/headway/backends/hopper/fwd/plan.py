@@ -117,7 +117,7 @@ class ForwardPlan(HopperPlan):
             half_blocks=self.coverage(call),
             scarce_smem=shape.ctas == 2,  # 244 bytes are left of a CTA's half
             track_max=spec.max_logit and spec.score is not None,
-            relative_biases=len(self.bias_tables.depends),
+            relative_biases=len(self.bias_tables.depends), keys_in_fours=self.keys_in_fours,
             **self.affine, **self.hoisted,
         )  # fmt: skip
 
@@ -126,13 +126,13 @@ class ForwardPlan(HopperPlan):
     def suits(self, shape: FwdTileShape) -> bool:
         """Return whether a tile shape is for such calls."""
         if shape.consumers == 3:
-            return self.wants_three_consumers()
+            return self.wants_three_consumers() and not self.spec.dropout
         if shape.consumers == 1:
             return self.wants_one_consumer(sum(shape.d))
         if shape.slope_mma:
             return self.has_slope()
         if shape.q_in_registers:
-            return self.spec.score is None and self.mask is None
+            return self.spec.score is None and self.mask is None and not self.spec.dropout
         return not shape.named_barriers or self.spec.score is not None  # a mask alone loses 1 %
 
     def has_slope(self) -> bool:
@@ -190,7 +190,7 @@ class ForwardPlan(HopperPlan):
         if self.padding_columns:
             padded = out.new_empty((*out.shape[:3], self.dv + self.padding_columns))[..., : self.dv]
         call_args = self.known_arguments(self.schedules) or self.call_arguments(
-            call, self.schedules, schedule=self.tile_table(call)
+            call, self.schedules, *self.seed_of(call), schedule=self.tile_table(call)
         )
         tables = self.bias_tables.fill(call_args)
         counter, partials = zeroed_counter(self.device), self.new_partials()
@@ -211,9 +211,10 @@ class ForwardPlan(HopperPlan):
         """Return the arguments of the kernel."""
         q, k, v, out, lse, row_max, max_logit, sink, counter, partials, *bias_tables = operands
         tables, *_ = self.bias_tables.kernel_args(bias_tables)
-        coords, schedule, captured, _ = self.arranged(self.schedules, tensors, floats)
+        coords, schedule, captured, seed = self.arranged(self.schedules, tensors, floats)
         outputs = (None, None, out) if self.wide else (*self.out(out), None)
         return (
             *self.q(q), *self.k(k), *self.v(v), *outputs, lse, row_max, max_logit, sink, counter,
-            *self.scheduler_args, partials, *self.sizes, coords, schedule, tables, *captured,
+            *self.scheduler_args, partials, *self.sizes, coords, self.dropout_of(seed), schedule,
+            tables, *captured,
         )  # fmt: skip
