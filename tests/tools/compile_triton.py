@@ -2,7 +2,8 @@
 
 `python tests/tools/compile_triton.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
 touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere;
-with `tangent` before them, of a causal call with a soft cap and tangents; with `one`, of forward and backward of one query, and of one key. It fails where machine
+with `tangent` before them, of a causal call with a soft cap and tangents; with `alone`, where only k, only
+v, or only the sink moves; with `one`, of forward and backward of one query, and of one key. It fails where machine
 code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
 are taken for dead (`lost`).
 
@@ -258,6 +259,14 @@ def tangent(width: int, dtype: torch.dtype) -> None:
     backend.tangent(spec, call, Tangents(q, q, q, None, (None,) * spec.score_tensors))
 
 
+def alone(width: int, dtype: torch.dtype) -> None:
+    """The launches of calls without a score of which only k, only v, or only the sink moves."""
+    q, sink = torch.randn(2, 4, 256, width).to(dtype), torch.zeros(4)
+    spec, call = prepare(q, q, q, sink=sink, backend="triton")
+    for along in ((None, q, None, None), (None, None, q, None), (None, None, None, sink)):
+        backend.tangent(spec, call, Tangents(*along, ()))
+
+
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
@@ -267,7 +276,7 @@ def report(target: str, call: str) -> list[Compiled]:
     dtype, *widths = widths.split("_")
     make = causal if len(widths) == 1 else odd
     if name:
-        make = {"one": one, "tangent": tangent}[name[0]]
+        make = {"alone": alone, "one": one, "tangent": tangent}[name[0]]
     return resources(target, lambda: make(*map(int, widths), DTYPES[dtype]))
 
 

@@ -42,6 +42,13 @@ class TritonTangentConfig(NamedTuple):
     dv: Any
 
 
+class QueryTiles(NamedTuple):
+    """What a program keeps. (A plain tuple may not hold None: Triton 3.6 asks for its type.)"""
+
+    q: Any  # the queries, in pieces
+    tangent: Any  # their tangents; None: they do not move
+
+
 class TangentSums(NamedTuple):
     """The sums over the keys so far, per row of a tile."""
 
@@ -106,8 +113,8 @@ def tangent(
         tl.zeros([BLOCK_M], tl.float32),
     )  # fmt: skip
     sums = visit(
-        sums, (q_tile, q_tangent_tile), (keys, key_tangents), rows, mods, schedule, program, kv_len,
-        attend, MASK, BLOCK_N, BLOCK_EDGE, SCATTERED, CONFIG,
+        sums, QueryTiles(q_tile, q_tangent_tile), (keys, key_tangents), rows, mods, schedule,
+        program, kv_len, attend, MASK, BLOCK_N, BLOCK_EDGE, SCATTERED, CONFIG,
     )  # fmt: skip
 
     head = b64 * heads + h
@@ -197,16 +204,15 @@ def scores_with_tangent(
 ):
     """Return T in some unit (-inf where not kept), T', that unit over log 2, and S, of products
     `s` = q kᵀ and `s_tangent` (None: neither q nor k moves)."""
-    t_tangent = s_tangent
-    if s_tangent is not None:
+    if s_tangent is None:
+        t_tangent = tl.zeros_like(s)
+    else:
         t_tangent = s_tangent * mods.scale
     if CONFIG.score is None:
         t, unit, s = scores(s, mods, pairs, captured, None, MASK, CONFIG.positive)
     else:
         s = s * mods.scale
         unit = LOG2E
-        if t_tangent is None:
-            t_tangent = tl.zeros_like(s)
         t, t_tangent = CONFIG.score(
             s, t_tangent, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured
         )
