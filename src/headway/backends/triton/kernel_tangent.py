@@ -204,7 +204,7 @@ def scores_with_tangent(
 ):
     """Return T in some unit (-inf where not kept), T', that unit over log 2, and S, of products
     `s` = q kᵀ and `s_tangent` (None: neither q nor k moves)."""
-    if s_tangent is None:
+    if s_tangent is None:  # noqa: SIM108  (one branch is compiled)
         t_tangent = tl.zeros_like(s)
     else:
         t_tangent = s_tangent * mods.scale

@@ -26,7 +26,7 @@ from ..codegen.affine import distance_sign
 from ..codegen.emit import gradient_dependence, load_module
 from ..codegen.int_ranges import POSITION_LIMIT
 from ..codegen.spec import CodegenSpec
-from ..exact_sums import NO_EXACT_SUMS, ExactSums, exact_width, most_additions
+from ..exact_sums import ExactSums, exact_width, most_additions
 from .device_guard import keep_alive, outside_capture
 from .launcher import CallArguments
 from .parallel_compile import fix_cache_keys
@@ -215,9 +215,8 @@ class BasePlan:
             distance_sign=sign,
             moving=moving,
         )  # fmt: skip
-        self.exact_sums = (
-            self._new_exact_sums(call) if wanted and spec.deterministic else NO_EXACT_SUMS
-        )
+        exact = wanted and spec.deterministic
+        self.exact_sums = self._new_exact_sums(call) if exact else ExactSums(0, {}, self.device)
         self.codegen_spec = replace(self.codegen_spec, exact_width=self.exact_sums.width)
         self.generated = load_module(self.codegen_spec)
         fix_cache_keys(self.generated)
