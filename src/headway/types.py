@@ -186,6 +186,8 @@ def refuse_tracing(error: type[HeadwayError], name: str, instead: str) -> None:
 def _compiled_error(error: type[HeadwayError]) -> type[HeadwayError]:
     from torch._dynamo.exc import Unsupported
 
+    if issubclass(error, Unsupported):
+        return error
     return type(error.__name__, (Unsupported, error), {"__module__": error.__module__})
 
 

@@ -319,6 +319,26 @@ def test_export(qkv):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_takes_a_method_and_a_learned_bias(strict):
+    """With strict=False no part of Dynamo is at work."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.window, self.bias = 3, torch.nn.Parameter(torch.randn(2, 31))
+
+        def near(self, b, h, q_idx, kv_idx):
+            return q_idx - kv_idx < self.window
+
+        def forward(self, q):
+            return hw.attention(q, q, q, hw.relative_bias(self.bias), self.near)
+
+    layer, q = Layer(), torch.randn(1, 2, 16, 8)
+    program = torch.export.export(layer, (q,), strict=strict).module()
+    torch.testing.assert_close(program(2 * q), layer(2 * q))
+
+
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", ["mask", "documents", "flex"])
 def test_an_exported_program_takes_block_masks(kind, strict):
     """Of the mask that it was exported with; another one is refused."""

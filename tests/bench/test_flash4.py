@@ -140,7 +140,7 @@ def test_it_is_asked_of_every_row_that_it_can_run():
     assert {t.times for c in select(("main", "short", "long"), "cuda") for t in c.targets
             if t.peer == NAME} == {1.0, 0.95, 1.2}  # fmt: skip
     for case in GPU_CASES:
-        assert {t.peer for t in case.targets} <= set(case.peers), case.name
+        assert {t.peer for t in case.targets} <= {*case.peers, "headway"}, case.name
         # Documents have 8192 positions; what FlashAttention-4 has no option for is a line there.
         if NAME in case.peers and case.name != "documents-causal" and not case.by_rows:
             peers.flash4_options(make_inputs(replace(case, b=1, length=64)))

@@ -157,6 +157,12 @@ class CallRecorder:
         return self.opaque_call
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a module has hooks, or all modules have hooks for the backward."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or has_backward_hooks(module)
+
+
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module, or all modules, have hooks that are called in a backward."""
     return bool(

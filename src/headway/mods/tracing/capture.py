@@ -32,7 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ...errors import ArgumentError
 from ..base import Mod
 from .bytecode import names_in_code
-from .call_recorder import has_backward_hooks
+from .call_recorder import has_hooks
 from .guards import Path, Step
 from .locations import Location, quote
 from .purity import (
@@ -40,6 +40,7 @@ from .purity import (
     BY_TEXT,
     BY_VALUE,
     CONTAINERS,
+    GUARDED_TYPES,
     builtin_base,
     display_name,
     has_dynamic_attributes,
@@ -55,11 +56,6 @@ from .reads import DeferredLookup, FunctionReads
 
 _MAX_OBJECTS = 2000  # one that can read more, or with 4 guards for each, is traced at every call
 
-# What Dynamo guards as a whole. (It takes -0.0 for 0.0.)
-_GUARDED = {
-    bool, int, float, str, type(None), list, tuple, Tensor, torch.nn.Parameter, torch.dtype,
-    torch.device, types.FunctionType, types.ModuleType, types.BuiltinFunctionType,
-}  # fmt: skip
 _METACLASSES = {type, abc.ABCMeta, enum.EnumMeta}
 # The descriptor of a named tuple's field. Its value is an item of the tuple, followed as such.
 _NAMED_TUPLE_FIELD = type(namedtuple("_", "field").__dict__["field"])
@@ -126,7 +122,7 @@ class ReadWalker:
     def follow(self, value: Any, path: Path, ancestors: tuple[int, ...]) -> None:
         """Add a value to the key, and whatever can be read through it."""
         kind, key = type(value), self.reads.key
-        if self.guarding and (kind not in _GUARDED or (kind is float and value == 0)):
+        if self.guarding and (kind not in GUARDED_TYPES or (kind is float and value == 0)):
             self.reads.fully_guarded = False
         if kind in BY_VALUE or kind in BY_TEXT:
             key.append((kind, value if kind in BY_VALUE else repr(value)))
@@ -300,9 +296,7 @@ class ReadWalker:
             self.mark_opaque(f"reads {self.label}, whose class has a __getattr__ of its own")
             return
         base, is_module = builtin_base(kind), issubclass(kind, torch.nn.Module)
-        if is_module and (
-            value._forward_hooks or value._forward_pre_hooks or has_backward_hooks(value)
-        ):
+        if is_module and has_hooks(value):
             self.mark_opaque(f"reads {self.label}, a module with hooks")
         if is_module:
             self.guard(path, "hooks")
@@ -432,8 +426,7 @@ class ReadWalker:
 
     def lookup_attribute(self, lookup: DeferredLookup, name: str) -> None:
         """Follow an attribute in the object itself and in every class of it."""
-        value = lookup.object
-        self.label = name
+        value, self.label = lookup.object, name
         kind = type(value)
         if issubclass(kind, types.ModuleType) and is_constant_module(value.__name__):
             item = vars(value).get(name, len)  # its functions are not followed
@@ -456,8 +449,8 @@ class ReadWalker:
         elif kind is not types.ModuleType and kind is not types.FunctionType:
             self.lookup_in_classes(lookup, name, kind.__mro__, "type", ())
             if (metaclass := type(kind)) not in _METACLASSES:  # `object.__class__.name` asks it
-                steps = (("attr", "__class__"),)
-                self.lookup_in_classes(lookup, name, metaclass.__mro__, "type", steps)
+                of_class = "type", (("attr", "__class__"),)
+                self.lookup_in_classes(lookup, name, metaclass.__mro__, *of_class)
 
     def lookup_in_classes(
         self, lookup: DeferredLookup, name: str, mro: Any, step: str, steps: tuple[Step, ...]
@@ -474,13 +467,10 @@ class ReadWalker:
                 if kind is types.FunctionType or not hasattr(kind, "__get__"):
                     # The object may get an attribute of this name, which hides the class's.
                     self.guard(lookup.path, "touch_attribute", name)
-            if issubclass(kind, staticmethod | classmethod):
-                function_steps = *class_steps, ("attr", "__func__")
-                self.follow_attribute(lookup, name, n, descriptor.__func__, *function_steps)
-            elif issubclass(kind, property):
-                self.follow_attribute(
-                    lookup, name, n, descriptor.fget, *class_steps, ("attr", "fget")
-                )
+            if issubclass(kind, staticmethod | classmethod | property):
+                function = "fget" if issubclass(kind, property) else "__func__"
+                class_steps += (("attr", function),)
+                self.follow_attribute(lookup, name, n, getattr(descriptor, function), *class_steps)
             elif kind is types.MemberDescriptorType:
                 # A slot: its value is the object's. The class itself has none to read.
                 if step == "type" and not steps and hasattr(lookup.object, name):

@@ -112,6 +112,8 @@ def guard_recorded(name: str, first: int | None) -> tuple[str, str | None]:
       only what Dynamo cannot run is looked for, and there are no guards yet.
     """
     tx = current_frame()
+    if tx is None:
+        return "function", None
     ran = {} if first is None else dict.fromkeys(_traced_codes()[first:])
     try:
         roots = list(_roots(tx, tx.symbolic_locals[name], ran))
@@ -135,6 +137,8 @@ def guard_recorded(name: str, first: int | None) -> tuple[str, str | None]:
 def guard_constant(name: str) -> None:
     """Guard what a function that was traced as a constant can read, unless Dynamo guards it all."""
     tx = current_frame()
+    if tx is None:
+        return
     roots = list(_roots(tx, tx.symbolic_locals[name], {}))
     if not all(collect_reads(root.value, guarding=True).fully_guarded for root in roots):
         walker = _follow(tx, roots)
@@ -143,11 +147,12 @@ def guard_constant(name: str) -> None:
 
 
 def current_frame() -> Any:
-    """Return Dynamo's translator of the frame that it is tracing."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    """Return Dynamo's translator of the frame that it is tracing; None where Dynamo is not at work,
+    as under `torch.export` with strict=False, whose programs have no guards."""
+    from torch._dynamo.symbolic_convert import tls
 
-    tx: Any = InstructionTranslator.current_tx()
-    return tx.output.current_tx
+    tx: Any = getattr(tls, "current_tx", None)
+    return None if tx is None else tx.output.current_tx
 
 
 def _follow(tx: Any, roots: list[Root]) -> _KeyWalker:
@@ -169,7 +174,8 @@ def count_traced() -> int:
 def _traced_codes() -> list[types.CodeType]:
     import torch
 
-    return torch._guards.TracingContext.get().traced_code
+    context = torch._guards.TracingContext.try_get()
+    return [] if context is None else context.traced_code
 
 
 class _UnknownValueError(Exception):

@@ -31,6 +31,11 @@ BUILTIN_TYPES = {
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.MethodWrapperType, types.ClassMethodDescriptorType,
 }  # fmt: skip
+# What Dynamo guards as a whole. (It takes -0.0 for 0.0.)
+GUARDED_TYPES = {
+    bool, int, float, str, type(None), list, tuple, Tensor, torch.nn.Parameter, torch.dtype,
+    torch.device, types.FunctionType, types.ModuleType, types.BuiltinFunctionType,
+}  # fmt: skip
 # Modules whose functions are pure. (What else they have is followed, if a name leads to it.)
 _CONSTANT_MODULES = frozenset(
     "math cmath operator _operator builtins functools _functools itertools typing enum torch "

@@ -224,6 +224,8 @@ def name_failures(kind: str) -> None:
     from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported
 
     tx = current_frame()
+    if tx is None:
+        return
     inline = tx.inline_user_function_return
 
     def inline_named(*args: Any, **kwargs: Any) -> Any:
