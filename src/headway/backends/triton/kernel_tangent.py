@@ -42,8 +42,8 @@ class TritonTangentConfig(NamedTuple):
     dv: Any
 
 
-class QueryTiles(NamedTuple):
-    """What a program keeps. (A plain tuple may not hold None: Triton 3.6 asks for its type.)"""
+class MovingQueries(NamedTuple):
+    """The tiles that stay in registers. (In a plain tuple Triton 3.6 asks None for its type.)"""
 
     q: Any  # the queries, in pieces
     tangent: Any  # their tangents; None: they do not move
@@ -113,7 +113,7 @@ def tangent(
         tl.zeros([BLOCK_M], tl.float32),
     )  # fmt: skip
     sums = visit(
-        sums, QueryTiles(q_tile, q_tangent_tile), (keys, key_tangents), rows, mods, schedule,
+        sums, MovingQueries(q_tile, q_tangent_tile), (keys, key_tangents), rows, mods, schedule,
         program, kv_len, attend, MASK, BLOCK_N, BLOCK_EDGE, SCATTERED, CONFIG,
     )  # fmt: skip
 
