@@ -64,7 +64,7 @@ def write(
         for new, cache, scale in ((k, k_cache, scales[0]), (v, v_cache, scales[1])):
             by_place = _bytes(cache).transpose(1, 2)
             numbers = _bytes(as_stored(new, cache.dtype, scale))[source]
-            by_place[where] = torch.where(valid.any(), numbers, by_place[where])
+            by_place[where] = torch.where(valid.any(), numbers, by_place[0, 0])
 
 
 def is_expanded(x: Tensor) -> bool:
