@@ -23,6 +23,7 @@ _autograd, _functorch = torch._C._autograd, torch._C._functorch
 # Both are called at every call, so they are torch's own functions: has a transform wrapped this
 # tensor, and is any transform active?
 is_wrapped = _functorch.is_functorch_wrapped_tensor
+is_batched = _functorch.is_batchedtensor
 transforms = torch._C._are_functorch_transforms_active
 
 
@@ -80,6 +81,20 @@ def isolated(as_called: bool = False) -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(*pair)
         for mode in reversed(function_modes):
             _push_mode(mode)
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run without the caller's transforms, which would wrap every tensor that is made here."""
+    with temporarily_clear_interpreter_stack() if transforms() else nullcontext():
+        yield
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the tensor that the caller's transforms wrapped; one that `vmap` maps over stays."""
+    while is_wrapped(x) and not is_batched(x):
+        x = _functorch.get_unwrapped(x)
+    return x
 
 
 def requires_grad(x: Tensor) -> bool:

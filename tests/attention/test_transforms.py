@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 import headway as hw
 from headway import call_cache
+from headway.compat import flex
 from headway.errors import ArgumentError, BackendRefused
 from headway.mods import lowering
 
@@ -160,3 +161,30 @@ def test_inference_refuses_gradients_and_tangents(name):
                 with pytest.raises(refused, match=r"no derivative in forward|has no gradient"):
                     way(f, t)
                 f(t)
+
+
+@pytest.mark.parametrize("make", [hw.block_mask, flex.create_block_mask])
+def test_block_masks_that_are_built_inside(make):
+    """What a transform wraps has no memory to read, also where it does not depend on an input."""
+
+    def inside(q, number):
+        ids = torch.arange(N) // 3 + 0 * number.detach().long()
+
+        def mask(b, h, i, j):
+            return ids[i] == ids[j]
+
+        built = make(mask, 1, 1, N, N, device="cpu")
+        if make is hw.block_mask:
+            assert "cpu" in str(hw.explain(q, K, V, None, mask))
+            return hw.attention(q, K, V, None, built)
+        return flex.flex_attention(q, K, V, block_mask=built)
+
+    number = torch.zeros(())
+    right = hw.attention(Q, K, V, None, hw.document(torch.arange(N) // 3))
+    for out in (
+        inside(Q, number), torch.func.jvp(inside, (Q, number), (Q, number))[0],
+        torch.func.vjp(inside, Q, number)[0], torch.vmap(inside, (0, None))(Q[None], number)[0],
+    ):  # fmt: skip
+        torch.testing.assert_close(out, right)
+    with pytest.raises(ArgumentError, match="vmap maps over"):
+        torch.vmap(inside, (None, 0))(Q, number[None])

@@ -9,7 +9,7 @@ from torch.profiler import record_function
 from ..caches import TensorCache
 from ..errors import ArgumentError
 from ..mods.graph import Graph
-from ..surroundings import capturing
+from ..surroundings import capturing, is_batched, outside_transforms, transforms, unwrapped
 from ..types import NAMESPACE, Captured, Coords
 from .axis_bounds import Axis, Groups
 from .quadtree import Search
@@ -94,8 +94,15 @@ def cached_build(
     - `run`: runs `build`, for callers that have to isolate it.
 
     **Raises:** as `build`; `ArgumentError` for a mask that captures tensors while a CUDA graph is
-    being captured.
+    being captured, or a tensor that `torch.vmap` maps over.
     """
+    if transforms():
+        captured = captured._replace(tensors=list(map(unwrapped, captured.tensors)))
+        if any(map(is_batched, captured.tensors)):
+            raise ArgumentError(
+                "a mask captures a tensor that torch.vmap maps over, so its tiles differ by entry; "
+                "pass the mask itself to attention, or build the block mask outside"
+            )
     tensors = [*captured.tensors, *(p for p in (coords.q_pos, coords.kv_pos) if p is not None)]
 
     def build_now() -> TilesForShape:
@@ -105,7 +112,8 @@ def cached_build(
                 "being captured: every replay would use them, whatever the tensors hold by then. "
                 "Pass the mask itself to the call, or build the block mask before the capture"
             )
-        return run(partial(build, graph, captured, shape, tile, device, coords))
+        with outside_transforms():
+            return run(partial(build, graph, captured, shape, tile, device, coords))
 
     offsets = coords.b * graph.uses("b"), coords.h * graph.uses("h"), coords.q, coords.kv
     numbers = (*captured.ints, *map(repr, captured.floats), *offsets)
