@@ -46,6 +46,13 @@ def capturing(device: torch.device) -> bool:
 
 
 @contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run without the caller's transforms, which would wrap every tensor that is made here."""
+    with temporarily_clear_interpreter_stack() if transforms() else nullcontext():
+        yield
+
+
+@contextmanager
 def isolated(as_called: bool = False) -> Iterator[None]:
     """Run without what the caller has switched on and what would see or change what runs here.
 
@@ -67,11 +74,10 @@ def isolated(as_called: bool = False) -> Iterator[None]:
         hooks.append(pair)
         _autograd._pop_saved_tensors_default_hooks()
     dispatch_modes = torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
-    transformed = transforms()
     try:
         with (
             _disable_current_modes() if dispatch_modes else nullcontext(),
-            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+            outside_transforms(),
             nullcontext() if as_called else torch._C._DisableAutocast(),
             nullcontext() if as_called else torch.inference_mode(False),
         ):
@@ -81,13 +87,6 @@ def isolated(as_called: bool = False) -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(*pair)
         for mode in reversed(function_modes):
             _push_mode(mode)
-
-
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Run without the caller's transforms, which would wrap every tensor that is made here."""
-    with temporarily_clear_interpreter_stack() if transforms() else nullcontext():
-        yield
 
 
 def unwrapped(x: Tensor) -> Tensor:

@@ -21,18 +21,22 @@ def learned() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def dense(q, k, f, score, mask, sink) -> Tensor:
-    logits = q @ k.repeat_interleave(HQ // HK, 1).mT / D**0.5
-    b, h, i, j = torch.meshgrid(*map(torch.arange, (B, HQ, N, M)), indexing="ij")
-    t = logits if score is None else score(logits, b, h, i, j)
+def dense_scores(q, k, score, mask) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The scores T of all pairs, which of them are kept, and their positions."""
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
+    positions = torch.meshgrid(*map(torch.arange, logits.shape), indexing="ij")
+    t = logits if score is None else score(logits, *positions)
     kept = t != -math.inf
-    if mask is not None:
-        kept = kept & mask(b, h, i, j)
+    return t, kept if mask is None else kept & mask(*positions), positions
+
+
+def dense(q, k, f, score, mask, sink) -> Tensor:
+    t, kept, positions = dense_scores(q, k, score, mask)
     all_logits = t.masked_fill(~kept, -math.inf)
     if sink is not None:
         all_logits = torch.cat([all_logits, sink[None, :, None, None].expand(B, -1, N, 1)], -1)
     p = torch.where(kept, all_logits.softmax(-1)[..., :M], 0.0)
-    number = torch.as_tensor(f(b, h, i, j, t)).to(q.dtype)
+    number = torch.as_tensor(f(*positions, t)).to(q.dtype)
     return torch.where(kept, p * number, 0.0).sum(-1)
 
 

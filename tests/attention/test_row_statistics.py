@@ -11,7 +11,7 @@ from headway.distributed import Layout
 from headway.errors import ArgumentError
 from headway.row_statistics import measure
 
-from .test_expect import HK, HQ, MASKS, SCORES, B, D, M, learned
+from .test_expect import HK, HQ, MASKS, SCORES, B, D, M, dense_scores, learned
 
 ASKED = {"entropy": True, "sink_mass": True}
 V = torch.randn(B, HK, M, 5, dtype=torch.float64)
@@ -19,12 +19,7 @@ V = torch.randn(B, HK, M, 5, dtype=torch.float64)
 
 def dense(q, k, score, mask, sink) -> dict[str, Tensor]:
     """Return both by their definitions, with PyTorch's autograd."""
-    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
-    b, h, i, j = torch.meshgrid(*map(torch.arange, logits.shape), indexing="ij")
-    t = logits if score is None else score(logits, b, h, i, j)
-    kept = t != -math.inf
-    if mask is not None:
-        kept = kept & mask(b, h, i, j)
+    t, kept, _ = dense_scores(q, k, score, mask)
     t = t.masked_fill(~kept, -math.inf)
     if sink is not None:
         t = torch.cat([t, sink[None, :, None, None].expand(*t.shape[:3], 1)], -1)

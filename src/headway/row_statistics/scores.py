@@ -27,9 +27,6 @@ class Added(Score):
     score: ScoreFn | None
     f: Number
 
-    def check_sizes(self, b, h, q_len, kv_len):
-        _check_inner(self.score, b, h, q_len, kv_len)
-
     def __call__(self, score, b, h, q_idx, kv_idx):
         t = _inner(self.score, score, b, h, q_idx, kv_idx)
         return _where_kept(t, t + self.c[b, h, q_idx] * _number(self.f, b, h, q_idx, kv_idx, t))
@@ -45,9 +42,6 @@ class Carrier(Score):
     mean: Tensor
     score: ScoreFn | None
     f: Number
-
-    def check_sizes(self, b, h, q_len, kv_len):
-        _check_inner(self.score, b, h, q_len, kv_len)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         t = _inner(self.score, score, b, h, q_idx, kv_idx)
@@ -68,20 +62,12 @@ class ShiftedBy(Score):
     shift: Tensor
     score: ScoreFn | None
 
-    def check_sizes(self, b, h, q_len, kv_len):
-        _check_inner(self.score, b, h, q_len, kv_len)
-
     def __call__(self, score, b, h, q_idx, kv_idx):
         t = _inner(self.score, score, b, h, q_idx, kv_idx)
         return _where_kept(t, t - self.shift[b, h, q_idx])
 
     def __repr__(self) -> str:
         return "shifted()" if self.score is None else f"shifted({show(self.score)})"
-
-
-def _check_inner(score, b, h, q_len, kv_len):
-    if isinstance(score, Score):
-        score.check_sizes(b, h, q_len, kv_len)
 
 
 def _inner(score_fn, score, b, h, q_idx, kv_idx):
