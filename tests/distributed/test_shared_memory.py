@@ -1,11 +1,14 @@
 """Ranks of one host that see whether they are alike."""
 
+import multiprocessing
 import os
 import random
+import signal
 import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 import headway as hw
 from headway.distributed import Layout
-from headway.distributed.exchange import consistency
+from headway.distributed.exchange import consistency, shared_memory
 from headway.distributed.exchange.shared_memory import (
     _SLOTS,
     SharedMemoryCompare,
@@ -24,6 +27,7 @@ from processes import run_ranks
 from .test_consistency import every_field
 
 SECONDS = 20.0
+ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # a group of one rank
 
 
 @pytest.fixture
@@ -103,6 +107,41 @@ def test_by_messages(tmp_path):
 
 def test_left(tmp_path):
     run_ranks(2, (left,), tmp_path)
+
+
+def named_files(process: int | None) -> list[Path]:
+    return list(Path(shared_memory._MEMORY).glob(f"headway-{process}-*"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])  # Ctrl-C; a rank that left
+def test_an_interruption_leaves_no_file(error, monkeypatch):
+    def interrupted(*args, **named):
+        if os.access(shared_memory._MEMORY, os.W_OK):
+            assert len(named_files(os.getpid())) == 1
+        raise error
+
+    monkeypatch.setattr(dist, "broadcast_object_list", interrupted)
+    with pytest.raises(error):
+        shared_memory_compare(ALONE, SECONDS)
+    assert not named_files(os.getpid())
+
+
+def killed() -> None:
+    dist.broadcast_object_list = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
+    shared_memory_compare(ALONE, SECONDS)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no files in memory")
+def test_the_file_of_a_killed_process_is_removed(monkeypatch):
+    process = multiprocessing.get_context("forkserver").Process(target=killed)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(named_files(process.pid)) == 1
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *args, **named: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **named: None)
+    assert shared_memory_compare(ALONE, SECONDS) is not None
+    assert not named_files(process.pid)
 
 
 def test_in_time(path):

@@ -35,6 +35,7 @@ CASES = (
 )  # fmt: skip
 HALF = "score_relative"  # the interpreter, which is NumPy, has no bfloat16
 PACKED = {"score_bias_rows": "varlen", "mask_by_batch_sink": "jagged"}  # sequences of a row
+PAST_THE_END = ("dropout_0.1_all", 70)  # a length: a program of the backward has no query
 OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, groups, pieces, runs
 
 
@@ -48,6 +49,8 @@ def main(part: int, parts: int) -> None:
         wrong |= learned(torch.float16)
     for name, dtype in calls:
         case = few_heads(name)
+        if name == PAST_THE_END[0]:
+            case = replace(case, q_len=PAST_THE_END[1], kv_len=PAST_THE_END[1])
         start = time.perf_counter()
         try:
             check(case, "triton", dtype)

@@ -13,14 +13,15 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_MEMORY = "/dev/shm"
 _SLOTS = 8  # of a rank
 _NUMBER_BITS = 40  # the other bits of a slot are the turn's
 _NUMBER_MASK, _TURN_MASK = (1 << _NUMBER_BITS) - 1, (1 << 24) - 1
@@ -143,13 +144,11 @@ def shared_memory_compare(group: Any, timeout: float) -> SharedMemoryCompare | N
     """Return a comparison of all ranks of a group with collectives on the CPU, which all call this.
     None where they do not see each other's files, or files have no locks."""
     compare: SharedMemoryCompare | None = None
-    path = _share_new_file(group)
-    with suppress(ImportError, OSError):
-        compare = SharedMemoryCompare(path, group.rank(), group.size(), timeout)
-        compare.write(0)
-    everywhere = _on_all(compare is not None, group)  # the file needs no name any more
-    if group.rank() == 0:
-        Path(path).unlink(missing_ok=True)
+    with _new_file(group) as path:
+        with suppress(ImportError, OSError):
+            compare = SharedMemoryCompare(path, group.rank(), group.size(), timeout)
+            compare.write(0)
+        everywhere = _on_all(compare is not None, group)
     # Several hosts may share a file in name alone: what others wrote is visible at once, or never.
     visible = everywhere and compare is not None and compare.complete()
     return compare if _on_all(visible, group) else None
@@ -161,15 +160,29 @@ def _on_all(flag: bool, group: Any) -> bool:
     return bool(flags)
 
 
-def _share_new_file(group: Any) -> str:
-    """Return the name of a new file that the first rank makes; if it cannot, a name without one."""
-    name = [tempfile.gettempdir() + "/headway-none"]
-    if group.rank() == 0:
-        memory = "/dev/shm"
-        with suppress(OSError):
-            folder = memory if os.access(memory, os.W_OK) else None
-            file, name[0] = tempfile.mkstemp(prefix="headway-", dir=folder)
-            os.truncate(file, SharedMemoryCompare.size(group.size()))
-            os.close(file)
-    dist.broadcast_object_list(name, group=group, device=torch.device("cpu"), group_src=0)
-    return name[0]
+@contextmanager
+def _new_file(group: Any) -> Iterator[str]:
+    """Yield the name of a new file that the first rank makes; if it cannot, a name without a file.
+    Afterwards the file has no name: it ends with the last process that uses it."""
+    path = [tempfile.gettempdir() + "/headway-none"]
+    try:
+        if group.rank() == 0:
+            _remove_abandoned()
+            with suppress(OSError):
+                folder = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+                file, path[0] = tempfile.mkstemp(prefix=f"headway-{os.getpid()}-", dir=folder)
+                os.truncate(file, SharedMemoryCompare.size(group.size()))
+                os.close(file)
+        dist.broadcast_object_list(path, group=group, device=torch.device("cpu"), group_src=0)
+        yield path[0]
+    finally:
+        if group.rank() == 0:
+            Path(path[0]).unlink(missing_ok=True)
+
+
+def _remove_abandoned() -> None:
+    """Remove the files of processes that were killed before they could."""
+    for file in Path(_MEMORY).glob("headway-*-*"):
+        if not Path("/proc", file.name.split("-")[1]).exists():
+            with suppress(OSError):
+                file.unlink()
