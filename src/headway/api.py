@@ -16,7 +16,7 @@ from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
 from .packed import any_jagged, nested_attention, nested_attention_with_stats
-from .row_statistics import check_statistics, with_statistics
+from .row_statistics import asking_for, with_statistics
 from .run import run, run_along, run_backward, run_cpu_native, run_out, with_place
 from .types import (
     AttentionGradients,
@@ -135,9 +135,10 @@ def attention_with_stats(
 
     **Arguments:** as `attention`, and
 
-    - `entropy`, `sink_mass`: whether to measure these of every query. Each costs as much as a call
-      of `expect` (`sink_mass` of a call with a sink costs nothing). They are of the weights before
-      dropout, and do not go with `layout` or DTensors.
+    - `entropy`, `sink_mass`: whether to measure these of every query, of the weights before
+      dropout. On the CPU the forward computes the entropy. On a GPU it costs as much as a call of
+      `expect`, as `sink_mass` does everywhere (of a call with a sink it costs nothing). They do not
+      go with `layout` or DTensors.
 
     **Raises:** as `attention`.
     """
@@ -167,9 +168,9 @@ def attention_with_stats(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
     request = request if layout is None else request._replace(keys=Layouts.of(layout))
-    check_statistics(request, wanted)
-    out, lse, max_logit, _ = run(request)
-    return with_statistics(request, AttentionOutput(out, lse, max_logit), lse, wanted)
+    request = asking_for(request, wanted)
+    results = run(request)
+    return with_statistics(request, AttentionOutput(*results[:3]), results, wanted)
 
 
 def attention_backward(

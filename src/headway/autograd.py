@@ -5,7 +5,6 @@ subclass of Tensor), `_Attention` runs them (`Operators`), on one device or over
 it calls the backend (`_Direct`), which saves a tenth of a millisecond a call.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Never
 
@@ -32,13 +31,16 @@ from .operators import (
     infer_op,
     library,
     register_flops,
+    warn_traced,
 )
 from .surroundings import (
     differentiated_in_compile,
     has_tangent,
     in_forward_mode,
+    is_older_batched,
     is_wrapped,
     requires_grad,
+    rows_of_batch,
     transforms,
     under_vmap,
 )
@@ -60,9 +62,10 @@ def _forward_operator(spec: str, *inputs: Any) -> Forward:
     if torch.is_grad_enabled() and _any_learns(_inputs(call)):
         parsed = Spec.parse(spec)
         out, *stats = attention(parsed, call)
-        out = in_dtype(out, parsed.out_dtype(call.q.dtype))
-        return as_promised(call.q, Forward(out, *stats))
-    return as_promised(call.q, forward(spec, *inputs))
+        results = in_dtype(out, parsed.out_dtype(call.q.dtype)), *stats
+    else:
+        results = forward(spec, *inputs)
+    return Forward(*as_promised(call.q, *results))
 
 
 library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
@@ -97,7 +100,8 @@ def refuse_second_derivative(what: str) -> Never:
 
 
 class _Attention(torch.autograd.Function):
-    """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse.
+    """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse and the
+    entropy, if asked for. The results without a gradient come behind these.
 
     The first input is what runs the call, `Operators` or `_Direct`. The others are tensors or
     None: q, k, v, sink, seed, two that say where queries and keys are, what score and mask capture,
@@ -111,42 +115,50 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(*inputs):
         runner, *tensors = inputs
-        exact_out, lse, *others = runner.forward(*tensors)
+        exact_out, lse, max_logit, row_max, entropy, *number = runner.forward(*tensors)
         same = exact_out.dtype == runner.out_dtype
         exact_out = in_order_of(tensors[0], exact_out)
         out = exact_out if same else exact_out.to(runner.out_dtype)
         if type(runner) is _Direct:  # what passes through autograd costs time
-            runner.others[:] = exact_out, *others
-            return out, lse
-        return out, lse, *others, out.new_empty(0) if same else exact_out
+            runner.others[:] = exact_out, max_logit, row_max, entropy
+            return (out, lse, entropy) if runner.entropy else (out, lse)
+        exact_out = out.new_empty(0) if same else exact_out
+        return out, lse, entropy, max_logit, row_max, *number, exact_out
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.runner, *tensors = inputs
-        out, lse, *others = output  # the largest logits and scores, a call's number, the exact out
+        out, lse, *others = output
+        direct, asked = type(ctx.runner) is _Direct, ctx.runner.entropy
         # The backward takes the exact out where the backend returns one (`resolve`).
-        exact_out = others[-1] if others else ctx.runner.others[0]
+        exact_out = ctx.runner.others[0] if direct else others[-1]
         exact_out = exact_out if exact_out.dtype != out.dtype else out
+        number = () if direct else others[3:-1]  # of a call over ranks
         ctx.count = len(tensors)
-        ctx.save_for_backward(*tensors, exact_out, lse, *others[2:-1])
-        ctx.mark_non_differentiable(*others)
+        ctx.save_for_backward(*tensors, exact_out, lse, *number, *others[:asked])
+        ctx.mark_non_differentiable(*others[asked:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, dout, dlse, *_):  # pyrefly: ignore[bad-override]
-        return differentiate_once(ctx, dout, dlse)
+    def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
+        return differentiate_once(ctx, *grad_outputs[: 2 + ctx.runner.entropy])
 
     @staticmethod
-    def gradients(ctx, dout, dlse):
+    def gradients(ctx, dout, dlse, dentropy=None):
         """Return the gradients of every input of `forward`."""
         runner, saved, count = ctx.runner, ctx.saved_tensors, ctx.count
-        tensors, (out, lse, *number) = saved[:count], saved[count:]
+        tensors, (out, lse, *others) = saved[:count], saved[count:]
         last = _CAPTURED + runner.score_tensors
         learned = zip(ctx.needs_input_grad[1 + _CAPTURED :], tensors[_CAPTURED:last], strict=False)
         needs = tuple([need and t.is_floating_point() for need, t in learned])
         if dout is None:
             dout = torch.zeros_like(out, dtype=runner.out_dtype)
-        results = runner.backward(tensors, *number, out, lse, dout, dlse, needs)
+        if dentropy is None:
+            number, of_entropy = others[: len(others) - runner.entropy], ()
+        else:  # dT = −P (log P + H): the part of H is one of lse
+            (entropy,), number, of_entropy = others, (), (dentropy,)
+            dlse = -dentropy * entropy if dlse is None else dlse - dentropy * entropy
+        results = runner.backward(tensors, dout, *number, out, lse, dout, dlse, needs, *of_entropy)
         grads: list[Tensor | None] = [None] * count
         remaining = iter(results)
         for n, x in enumerate(tensors[:last]):
@@ -190,6 +202,7 @@ class Operators(NamedTuple):
     pair: Pair
     spec: str
     out_dtype: torch.dtype
+    entropy: bool
     score_tensors: int
     captured: int  # number of tensors
     ints: list
@@ -200,8 +213,7 @@ class Operators(NamedTuple):
         run = self.pair.forward_op if needs_operators(*tensors) else self.pair.forward
         return run(self.spec, *self._operands(*tensors))
 
-    def backward(self, tensors, *saved):
-        *_, dout, _, _ = saved
+    def backward(self, tensors, dout, *saved):
         run = self.pair.backward_op if needs_operators(dout, *tensors) else self.pair.backward
         if run is self.pair.backward_op and not is_compiling():
             register_flops()  # a counter may be there for the backward alone
@@ -226,13 +238,16 @@ class _Direct(NamedTuple):
     tiles: Tiles | None
     coords: Coords  # without positions, which autograd saves
     signature: CallSignature | None
-    others: list[Tensor]  # the exact out and the results without a gradient, for a moment
+    others: list[Tensor]  # the exact out and the results behind lse, for a moment
+
+    @property
+    def entropy(self) -> bool:
+        return self.spec.entropy
 
     def forward(self, *tensors):
         return get(self.spec.backend).forward(self.spec, self._call(*tensors))
 
-    def backward(self, tensors, *saved):
-        *_, dout, _, _ = saved
+    def backward(self, tensors, dout, *saved):
         call = self._call(*tensors)
         if needs_operators(dout, *tensors):
             register_flops()  # a counter may be there for the backward alone
@@ -260,7 +275,7 @@ def differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
         saved = *grad_outputs, *ctx.saved_tensors
         if any(x is not None and has_tangent(x) for x in saved):
             refuse_second_derivative("a backward in forward mode, as torch.func.hessian makes one")
-    if any([x is not None and _is_batched(x) for x in grad_outputs]):  # noqa: C419
+    if any([x is not None and is_older_batched(x) for x in grad_outputs]):  # noqa: C419
         return _gradients_one_by_one(ctx, *grad_outputs)
     if not torch.is_grad_enabled():
         return _Attention.gradients(ctx, *grad_outputs)
@@ -276,27 +291,12 @@ def _gradients_one_by_one(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     `is_grads_batched=True` and `jacobian(vectorize=True)` give such batches by a `vmap` older than
     `torch.func`'s, which has no rule for functions other than PyTorch's.
     """
-    level = next(_batch_level(x) for x in grad_outputs if x is not None and _is_batched(x))
-    size = max(_unbatched(x, level, 1).shape[0] for x in grad_outputs if x is not None)
-    rows = [[None] * size if x is None else _unbatched(x, level, size) for x in grad_outputs]
-    grads_of_rows = [differentiate_once(ctx, *row) for row in zip(*rows, strict=True)]
+    level, rows = rows_of_batch(grad_outputs)
+    grads_of_rows = [differentiate_once(ctx, *row) for row in rows]
     return tuple([
         None if grads[0] is None else torch._add_batch_dim(torch.stack(grads), 0, level)
         for grads in zip(*grads_of_rows, strict=True)
     ])  # fmt: skip
-
-
-def _unbatched(x: Tensor, level: int, size: int) -> Tensor:
-    """Return x with the batch of this nesting level as its first dimension, expanded to `size` if
-    there is none."""
-    return torch._remove_batch_dim(x, level, size, 0)
-
-
-def _batch_level(x: Tensor) -> int:
-    """Return the nesting level at which x is batched, found by trying: at any other, `_unbatched`
-    expands to whatever size it is given. (A device's thread does not know the level of its caller.)
-    """
-    return next(n for n in range(1, 65) if len(_unbatched(x, n, 2)) == len(_unbatched(x, n, 3)))
 
 
 def _once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None) -> tuple:
@@ -311,7 +311,6 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 # Every call asks these, so they are looked up once.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _modes = torch._C._len_torch_dispatch_stack
 _tracing, _profiled = torch._C._is_tracing, torch.autograd._profiler_enabled
 _included, _PRE_DISPATCH = (
@@ -453,10 +452,10 @@ def _attention_direct(spec: Spec, call: Call) -> Forward:
         spec, acc_dtype(q.dtype) if spec.partial else q.dtype, len(score_tensors), captured.ints,
         captured.floats, call.tiles, coords, signature, [],
     )  # fmt: skip
-    out, lse = _apply_direct(runner, *inputs)
-    _, *stats = runner.others
+    out, lse, *with_grad = _apply_direct(runner, *inputs)
+    _, max_logit, row_max, entropy = runner.others
     runner.others.clear()
-    return Forward(out, lse, *stats)
+    return Forward(out, lse, max_logit, row_max, with_grad[0] if with_grad else entropy)
 
 
 def _attention_by_operators(spec: Spec, call: Call) -> Forward:
@@ -483,29 +482,22 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
         )
     out_dtype = acc_dtype(q.dtype) if spec.partial else q.dtype
     runner = Operators(
-        pair, spec.text, out_dtype, spec.score_tensors, len(captured), ints, floats, offsets
-    )
+        pair, spec.text, out_dtype, spec.entropy, spec.score_tensors, len(captured), ints, floats,
+        offsets,
+    )  # fmt: skip
     if not trained:
         out, *stats = runner.forward(*inputs)
-        return Forward(in_dtype(in_order_of(q, out), out_dtype), *stats[:3])
+        return Forward(in_dtype(in_order_of(q, out), out_dtype), *stats[:4])
     if compiling:
         inputs = _without_repeats(inputs)
     else:
         copy_unsavable(inputs)
-    out, *stats = _Attention.apply(runner, *inputs)
-    return Forward(out, *stats[:3])
+    return as_forward(*_Attention.apply(runner, *inputs))
 
 
-def warn_traced() -> None:
-    """Warn under `torch.jit.trace`, whose graph holds operators and nothing else."""
-    if _tracing():
-        warnings.warn(
-            "torch.jit.trace keeps the score and the mask of this call, what they capture, and "
-            "all that was worked out from lengths as constants: the traced function may be wrong "
-            "for other inputs. Use torch.export or torch.compile",
-            torch.jit.TracerWarning,
-            stacklevel=4,
-        )
+def as_forward(out, lse, entropy, max_logit, row_max, *others) -> Forward:
+    """Return the results of `_Attention` in the order of a backend's."""
+    return Forward(out, lse, max_logit, row_max, entropy)
 
 
 def copy_unsavable(inputs: list[Tensor | None]) -> bool:

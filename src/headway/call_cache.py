@@ -60,7 +60,8 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
             q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.dtype, k.device, k.requires_grad, v.dtype, v.device, v.requires_grad,
             scale, dropout, deterministic, request.backend, request.max_logit, request.row_max,
-            request.partial, request.trains, request.learned is None, torch.is_grad_enabled(),
+            request.entropy, request.partial, request.trains, request.learned is None,
+            torch.is_grad_enabled(),
         ]  # fmt: skip
         if cache is None or cache.page_table is not None or type(mask) is BlockMask:
             key += k.shape, k.stride(), v.shape, v.stride()

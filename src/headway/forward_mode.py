@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of a call: out and lse, and how they move along tangents, in one pass.
+"""Forward-mode derivatives of a call: its results, and how they move along tangents, in one pass.
 
 `torch.func.jvp`, `linearize`, `jacfwd` and `forward_ad.dual_level` give inputs a tangent. Dual
 numbers are taken apart here, above the autograd function (`_WithTangent`), which is differentiable
@@ -70,23 +70,20 @@ class _WithTangent(torch.autograd.Function):
     def forward(*inputs):
         runner, *tensors = inputs
         count = len(tensors) - _SINK - runner.score_tensors
-        exact_out, lse, max_logit, row_max, *tangents = runner.tangent(
-            tensors[:count], tensors[count:]
-        )
-        same = exact_out.dtype == runner.out_dtype
-        out = exact_out if same else exact_out.to(runner.out_dtype)
-        others = max_logit, row_max, out.new_empty(0) if same else exact_out
-        return out, lse, *tangents, *others
+        dual = runner.tangent(tensors[:count], tensors[count:])
+        same = dual.out.dtype == runner.out_dtype
+        out = dual.out if same else dual.out.to(runner.out_dtype)
+        others = dual.max_logit, dual.row_max, out.new_empty(0) if same else dual.out
+        return out, dual.lse, dual.entropy, *dual[-3:], *others
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        out, lse, _, _, *others = output
         count = len(inputs) - _SINK - inputs[0].score_tensors
-        autograd._Attention.setup_context(ctx, inputs[:count], (out, lse, *others))
+        autograd._Attention.setup_context(ctx, inputs[:count], (*output[:3], *output[6:]))
 
     @staticmethod
-    def backward(ctx, dout, dlse, *of_tangents):  # pyrefly: ignore[bad-override]
-        of_tangents = [x for x in of_tangents[:2] if x is not None]
+    def backward(ctx, dout, dlse, dentropy, *others):  # pyrefly: ignore[bad-override]
+        of_tangents = [x for x in others[:3] if x is not None]
         if in_forward_mode() and not is_compiling():
             refuse_second_derivative("backward() in forward mode; leave the dual_level before it")
         if of_tangents:
@@ -95,7 +92,8 @@ class _WithTangent(torch.autograd.Function):
                 dout = torch.zeros_like(ctx.saved_tensors[ctx.count], dtype=ctx.runner.out_dtype)
             traced = torch._C._len_torch_dispatch_stack() > 0
             dout = only_of_primal_op(dout, of_tangents, not traced)
-        grads = autograd.differentiate_once(ctx, dout, dlse)
+        dentropy = dentropy if ctx.runner.entropy else None
+        grads = autograd.differentiate_once(ctx, dout, dlse, dentropy)
         return *grads, *[None] * (_SINK + ctx.runner.score_tensors)
 
     @staticmethod
@@ -104,14 +102,14 @@ class _WithTangent(torch.autograd.Function):
 
 
 class _TangentOnly(torch.autograd.Function):
-    """The tangents of out and lse by themselves, of a call whose out is computed. Takes what
-    `_WithTangent` takes."""
+    """The tangents of out, lse and entropy by themselves, of a call whose out is computed. Takes
+    what `_WithTangent` takes."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*inputs):
-        return tuple(_WithTangent.forward(*inputs)[2:4])
+        return tuple(_WithTangent.forward(*inputs)[3:6])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -137,21 +135,22 @@ class _UnderTransforms(torch.autograd.Function):
         autograd._Attention.setup_context(ctx, inputs, output)
         (_, *tensors), (out, lse, *others) = inputs, output
         exact_out = others[-1]
-        ctx.others = [x.shape for x in others]
+        entropy = others[: ctx.runner.entropy]
+        ctx.others = [x.shape for x in others[len(entropy) :]]
         exact_out = exact_out if exact_out.dtype != out.dtype else out
         # The list of `save_for_backward`: vmap has one list of batch dimensions for both.
-        ctx.save_for_forward(*tensors, exact_out, lse)
+        ctx.save_for_forward(*tensors, exact_out, lse, *entropy)
 
     @staticmethod
     def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return autograd.differentiate_once(ctx, *grad_outputs[:2])
+        return autograd._Attention.backward(ctx, *grad_outputs)
 
     @staticmethod
     def jvp(ctx, *tangents):
         runner, saved = ctx.runner, ctx.saved_tensors
         tangents = tangents[1:]  # less the runner's
         along = *tangents[:_SINK], *tangents[_CAPTURED : _CAPTURED + runner.score_tensors]
-        results = _TangentOnly.apply(runner, *saved[: ctx.count], *along)
+        results = _TangentOnly.apply(runner, *saved[: ctx.count], *along)[: 2 + runner.entropy]
         # A generated rule of vmap forgets which results have no derivative.
         return *results, *[saved[0].new_zeros(x) if under_vmap() else None for x in ctx.others]
 
@@ -161,7 +160,9 @@ def _operators(text: str, inputs: Sequence, captured: int, *numbers: list) -> au
     spec = Spec.parse(text)
     out_dtype = spec.result_dtype(inputs[0].dtype)
     pair = autograd.ON_ONE_DEVICE
-    return autograd.Operators(pair, text, out_dtype, spec.score_tensors, captured, *numbers)
+    return autograd.Operators(
+        pair, text, out_dtype, spec.entropy, spec.score_tensors, captured, *numbers
+    )
 
 
 def _with_tangent(
@@ -206,11 +207,14 @@ def attention(spec: Spec, call: Call) -> Forward:
         dual = _run(spec, primal, along, numbers)
         out = forward_ad.make_dual(dual.out, dual.out_tangent)
         lse = forward_ad.make_dual(dual.lse, dual.lse_tangent)
-        return Forward(out, lse, dual.max_logit, dual.row_max)
+        entropy = dual.entropy
+        if spec.entropy:
+            entropy = forward_ad.make_dual(entropy, dual.entropy_tangent)
+        return Forward(out, lse, dual.max_logit, dual.row_max, entropy)
     if not is_compiling():
         return _under_transforms(spec, call, inputs, numbers)
     _allow_in_graph()
-    return Forward(*_primal(spec.text, *numbers, *primal)[:4])
+    return autograd.as_forward(*_primal(spec.text, *numbers, *primal))
 
 
 def _why_not_compiled() -> str:
@@ -336,10 +340,10 @@ def _run(spec: Spec, inputs: list[Tensor | None], along: list, numbers: tuple) -
         _allow_in_graph()
     else:
         autograd.copy_unsavable(inputs)
-    out, lse, out_tangent, lse_tangent, max_logit, row_max, _ = _with_tangent(
+    out, lse, entropy, *tangents, max_logit, row_max, _ = _with_tangent(
         spec.text, *numbers, *inputs, *along
     )
-    return Dual(out, lse, max_logit, row_max, out_tangent, lse_tangent)
+    return Dual(out, lse, max_logit, row_max, entropy, *tangents)
 
 
 def _under_transforms(
@@ -350,4 +354,4 @@ def _under_transforms(
         return autograd.attention(spec, call)
     register_flops()
     runner = _Runner(_operators(spec.text, inputs, *numbers))
-    return Forward(*_UnderTransforms.apply(runner, *inputs)[:4])
+    return autograd.as_forward(*_UnderTransforms.apply(runner, *inputs))

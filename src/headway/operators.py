@@ -7,6 +7,7 @@ determine what they do. The gradient is above them, in `autograd`, which complet
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,14 +45,15 @@ _CACHE = (
     "Tensor? v_scale"
 )
 library = torch.library.Library(NAMESPACE, "DEF")
-library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(
-    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
-    "-> Tensor[]"
+    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs, "
+    "Tensor? dentropy=None) -> Tensor[]"
 )
-library.define(f"infer({_INPUTS}, {_CACHE}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(f"infer({_INPUTS}, {_CACHE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(
-    f"tangent({_INPUTS}, Tensor?[] along) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"tangent({_INPUTS}, Tensor?[] along) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define("only_of_primal(Tensor dout, Tensor[] of_tangents, bool wait) -> Tensor")
 library.define("draw_seed(Device device) -> Tensor")
@@ -109,8 +111,10 @@ def forward(spec: str, *inputs: Any) -> Forward:
 def backward(spec: str, *inputs: Any) -> list[Tensor]:
     """Run `headway::backward` without the dispatcher."""
     parsed, call = Spec.parse(spec), call_of(*inputs[:12])
-    out, lse, dout, dlse, needs = inputs[12:]
-    grads = get(parsed.backend).backward(parsed, call, out, lse, dout, dlse, tuple(needs))
+    out, lse, dout, dlse, needs, *dentropy = inputs[12:]
+    grads = get(parsed.backend).backward(
+        parsed, call, out, lse, dout, dlse, tuple(needs), *dentropy
+    )
     return [g for g in (*grads[:4], *grads.captured) if g is not None]
 
 
@@ -172,15 +176,14 @@ library.impl("draw_seed", _draw_seed, "CompositeImplicitAutograd")
 # The functions above need not: they would copy a model's transposed heads a second time.
 
 
-def as_promised(q: Tensor, results: Forward) -> Forward:
+def as_promised(q: Tensor, out: Tensor, *stats: Tensor) -> list[Tensor]:
     """Return the results of a forward with the strides of its fake.
 
     Backends may share one empty tensor for all that was not asked for. Results of an operator may
     not share memory.
     """
-    out, *stats = results
-    stats = [x.contiguous() if x.numel() else torch.empty_like(x) for x in stats]
-    return Forward(exactly_in_order_of(q, out), *stats)
+    contiguous = [x.contiguous() if x.numel() else torch.empty_like(x) for x in stats]
+    return [exactly_in_order_of(q, out), *contiguous]
 
 
 def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
@@ -188,13 +191,13 @@ def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
 
 
 def _tangent_operator(spec: str, q: Tensor, *inputs: Any) -> Dual:
-    *primal, out_tangent, lse_tangent = tangent(spec, q, *inputs)
-    out_tangent = exactly_in_order_of(q, out_tangent)
-    return Dual(*as_promised(q, Forward(*primal)), out_tangent, lse_tangent.contiguous())
+    dual = tangent(spec, q, *inputs)
+    primal, tangents = dual[:-3], dual[-3:]
+    return Dual(*as_promised(q, *primal), *as_promised(q, *tangents))  # type: ignore[arg-type]
 
 
 def _infer_operator(spec: str, q: Tensor, *inputs: Any) -> Forward:
-    return as_promised(q, infer(spec, q, *inputs))
+    return Forward(*as_promised(q, *infer(spec, q, *inputs)))
 
 
 def results_like(spec: str, q: Tensor, v: Tensor, rows: int) -> Forward:
@@ -207,6 +210,7 @@ def results_like(spec: str, q: Tensor, v: Tensor, rows: int) -> Forward:
         q.new_empty((b, hq, q_len), dtype=acc),
         q.new_empty((rows, hq) if parsed.max_logit else (0,), dtype=acc),
         q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),
+        q.new_empty((b, hq, q_len) if parsed.entropy else (0,), dtype=acc),
     )
 
 
@@ -233,13 +237,15 @@ def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
 
 
 def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
-    return grads_like(spec, q, k, v, sink, tensors, rest[-1])
+    return grads_like(spec, q, k, v, sink, tensors, rest[10])
 
 
 def _tangent_fake(spec: str, q, k, v, *rest: Any) -> Dual:
     primal, dtype = results_like(spec, q, v, q.shape[0]), Spec.parse(spec).result_dtype(q.dtype)
     out_tangent = new_in_order_of(q, primal.out.shape, dtype)
-    return Dual(*primal, out_tangent, torch.empty_like(primal.lse))
+    return Dual(
+        *primal, out_tangent, torch.empty_like(primal.lse), torch.empty_like(primal.entropy)
+    )
 
 
 library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
@@ -301,6 +307,18 @@ torch.library.register_vmap(
     f"{NAMESPACE}::only_of_primal", lambda info, in_dims, *inputs: _of_batch(in_dims, *inputs),
     lib=library,
 )  # fmt: skip
+
+
+def warn_traced() -> None:
+    """Warn under `torch.jit.trace`, whose graph holds operators and nothing else."""
+    if torch._C._is_tracing():
+        warnings.warn(
+            "torch.jit.trace keeps the score and the mask of this call, what they capture, and "
+            "all that was worked out from lengths as constants: the traced function may be wrong "
+            "for other inputs. Use torch.export or torch.compile",
+            torch.jit.TracerWarning,
+            stacklevel=4,
+        )
 
 
 # -- formulas for `torch.utils.flop_counter.FlopCounterMode` ---------------------------------------

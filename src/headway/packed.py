@@ -19,7 +19,7 @@ from .errors import ArgumentError
 from .keywords import unknown_keywords
 from .mods.base import MaskFn, ScoreFn
 from .mods.library.packed import KeptLogit, PackedMask, PackedScore
-from .row_statistics import check_statistics, with_statistics
+from .row_statistics import asking_for, with_statistics
 from .run import run, run_out
 from .surroundings import host_can_read, transforms
 from .types import AttentionOutput, Request
@@ -109,10 +109,11 @@ def varlen_attention_with_stats(
                 backend, True)
     )  # fmt: skip
     wanted = {"entropy": entropy, "sink_mass": sink_mass}
-    check_statistics(request, wanted)
-    out, lse, max_logit, _ = run(request)
-    result = AttentionOutput(out[0].transpose(0, 1), lse[0], max_logit[0])
-    return with_statistics(request, result, lse, wanted, lambda x: x[0])
+    request = asking_for(request, wanted)
+    results = run(request)
+    out, lse, max_logit = (x[0] for x in results[:3])
+    result = AttentionOutput(out.transpose(0, 1), lse, max_logit)
+    return with_statistics(request, result, results, wanted, lambda x: x[0])
 
 
 def _row(x: Any) -> Any:
@@ -147,9 +148,9 @@ def nested_attention_with_stats(request: Request, wanted: dict[str, Any]) -> Att
     """Return `attention_with_stats` of jagged q, k and v: out and lse are jagged as q is, max_logit
     is `(sequences, hq)`."""
     packing, packed = _of_nested(request)
-    row = packing.request(packed)
-    check_statistics(row, wanted)
-    out, lse, _, row_max = run(row._replace(row_max=True))
+    row = asking_for(packing.request(packed), wanted)
+    results = run(row._replace(row_max=True))
+    row_max = results.row_max
     if request.score is not None:  # row_max is of what the score returns
         logits = packed._replace(
             q=packed.q.detach(), k=packed.k.detach(), v=packed.v.detach(), sink=None, dropout=0.0,
@@ -162,8 +163,8 @@ def nested_attention_with_stats(request: Request, wanted: dict[str, Any]) -> Att
     index = sequence[:, None].expand(-1, row_max.shape[1])
     max_logit = max_logit.scatter_reduce(0, index, row_max[0].T, "amax")
     nested = lambda x: _nested(x[0], request.q)
-    result = AttentionOutput(nested(out), nested(lse), max_logit)
-    return with_statistics(row, result, lse, wanted, nested)
+    result = AttentionOutput(nested(results.out), nested(results.lse), max_logit)
+    return with_statistics(row, result, results, wanted, nested)
 
 
 def _nested(values: Tensor, like: Any) -> Tensor:

@@ -277,7 +277,7 @@ def _spec_inputs(
     return capability, (
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,
         request.dropout, request.sink is not None, request.max_logit, request.row_max,
-        request.partial, request.deterministic, tiles, request.backend, *counts,
+        request.entropy, request.partial, request.deterministic, tiles, request.backend, *counts,
         needs_exact_out(request, capability),
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ caller's program, so it runs without the caller's modes, transforms and hooks (`
 CUDA graph is captured, the recorded work is replayed later on other data, so caches are not used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
@@ -24,6 +24,7 @@ _autograd, _functorch = torch._C._autograd, torch._C._functorch
 # tensor, and is any transform active?
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 is_batched = _functorch.is_batchedtensor
+is_older_batched = _functorch.is_legacy_batchedtensor  # by a vmap older than `torch.func`'s
 transforms = torch._C._are_functorch_transforms_active
 
 
@@ -161,3 +162,24 @@ def host_can_read(tensor: Tensor) -> bool:
     return not is_wrapped(tensor) and not (
         tensor.is_cuda and torch.cuda.is_current_stream_capturing()
     )
+
+
+def rows_of_batch(tensors: Sequence[Tensor | None]) -> tuple[int, list[tuple[Tensor | None, ...]]]:
+    """Return the nesting level of an older vmap's batch, and its rows; None stays None."""
+    level = next(_batch_level(x) for x in tensors if x is not None and is_older_batched(x))
+    size = max(_unbatched(x, level, 1).shape[0] for x in tensors if x is not None)
+    rows = [[None] * size if x is None else _unbatched(x, level, size) for x in tensors]
+    return level, list(zip(*rows, strict=True))
+
+
+def _unbatched(x: Tensor, level: int, size: int) -> Tensor:
+    """Return x with the batch of this nesting level as its first dimension, expanded to `size` if
+    there is none."""
+    return torch._remove_batch_dim(x, level, size, 0)
+
+
+def _batch_level(x: Tensor) -> int:
+    """Return the nesting level at which x is batched, found by trying: at any other, `_unbatched`
+    expands to whatever size it is given. (A device's thread does not know the level of its caller.)
+    """
+    return next(n for n in range(1, 65) if len(_unbatched(x, n, 2)) == len(_unbatched(x, n, 3)))

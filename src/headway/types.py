@@ -81,6 +81,7 @@ class Spec:
     sink: bool = False
     max_logit: bool = False  # compute the largest logit of every head
     row_max: bool = False  # compute the largest score of every row
+    entropy: bool = False  # compute the entropy of every row of P
     partial: bool = False  # results in the accumulation dtype: float32, or float64 for float64
     deterministic: bool = False
     tiles: tuple[int, int, int, int] | None = None  # of a given block mask: b, h, tile_q, tile_kv
@@ -250,8 +251,8 @@ def _spec_parse(text: str) -> Spec:
 class Request(NamedTuple):
     """A call as the caller wrote it: the arguments of `headway.attention`, not yet checked.
 
-    - `max_logit`, `row_max`: whether to compute the largest logit of every head, and the largest
-      score of every row.
+    - `max_logit`, `row_max`, `entropy`: whether to compute the largest logit of every head, the
+      largest score of every row, and the entropy of every row of P.
     - `partial`: results in the accumulation dtype.
     - `trains`: a backward follows, whether or not a tensor requires grad.
     - `learned`: the tensors that the score captures and that get a gradient; None: those that
@@ -277,6 +278,7 @@ class Request(NamedTuple):
     backend: str = "auto"
     max_logit: bool = False
     row_max: bool = False
+    entropy: bool = False
     partial: bool = False
     keys: "Coords | KV | Any | None" = None
     offsets: tuple[int, int] | None = None
@@ -366,6 +368,7 @@ class Forward(NamedTuple):
     lse: Tensor  # (b, hq, q_len) natural log, float32 (float64 for float64 inputs)
     max_logit: Tensor  # (b, hq) or (0,)
     row_max: Tensor  # (b, hq, q_len) or (0,)
+    entropy: Tensor  # (b, hq, q_len), of lse's dtype, or (0,)
 
 
 class Tangents(NamedTuple):
@@ -386,14 +389,16 @@ class Tangents(NamedTuple):
 
 
 class Dual(NamedTuple):
-    """Results of a forward, and the tangents of out and lse."""
+    """Results of a forward, and the tangents of out, lse and entropy."""
 
     out: Tensor
     lse: Tensor
     max_logit: Tensor
     row_max: Tensor
+    entropy: Tensor
     out_tangent: Tensor  # of out's shape; the inputs' dtype, or the accumulation dtype if partial
     lse_tangent: Tensor  # of lse's shape and dtype; 0 where a query sees nothing
+    entropy_tangent: Tensor  # of entropy's shape and dtype
 
 
 class Grads(NamedTuple):

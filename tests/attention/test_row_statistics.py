@@ -116,6 +116,49 @@ def test_sinks_that_take_nothing_and_scores_whose_squares_overflow():
     assert not torch.autograd.grad(large.entropy.sum(), q)[0].any()
 
 
+@pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("spread", [30.0, 1e4])
+def test_logits_far_apart(spread, with_sink):
+    q, k = (torch.randint(-8, 9, (1, 2, n, 16)) / 8 for n in (70, 300))  # exact logits
+    sink = torch.tensor([0.5, 1.0]) * spread if with_sink else None
+    made = hw.attention_with_stats(
+        q, k, k, mask=hw.causal(100), scale=spread / 4, sink=sink, entropy=True
+    )
+    right = dense(
+        q.double() * spread, k.double(), None, lambda b, h, i, j: j <= i + 100,
+        None if sink is None else sink.double(),
+    )["entropy"]  # fmt: skip
+    torch.testing.assert_close(made.entropy.double(), right, rtol=0, atol=1e-5)
+
+
+def test_forward_mode_and_its_gradient():
+    of = learned()
+    names = ["q", "k", "sink"]
+    x = [of[name].detach() for name in names]
+    along = [torch.randn_like(t) for t in x]
+    causal = lambda b, h, i, j: j <= i
+
+    def ours(q, k, sink, backend="cpu"):
+        return hw.attention_with_stats(
+            q, k, V, hw.softcap(2.0), causal, sink=sink, backend=backend, entropy=True
+        ).entropy
+
+    softcap = lambda s, b, h, i, j: 2 * torch.tanh(s / 2)
+    right = lambda q, k, sink: dense(q, k, softcap, causal, sink)["entropy"]
+    made = torch.func.jvp(right, tuple(x), tuple(along))
+    for backend in ("cpu", "reference"):
+        by = lambda *x, backend=backend: ours(*x, backend=backend)
+        torch.testing.assert_close(torch.func.jvp(by, tuple(x), tuple(along)), made)
+        some = lambda q, by=by: by(q, *x[1:])
+        both = torch.stack([along[0], -2 * along[0]])
+        ours_of = lambda t, some=some: torch.func.jvp(some, (x[0],), (t,))[1]
+        right_of = lambda t: torch.func.jvp(lambda q: right(q, *x[1:]), (x[0],), (t,))[1]
+        torch.testing.assert_close(torch.vmap(ours_of)(both), torch.vmap(right_of)(both))
+    primal = lambda q: torch.func.jvp(lambda q: ours(q, *x[1:]), (q,), (along[0],))[0].sum()
+    plain = lambda q: right(q, *x[1:]).sum()
+    torch.testing.assert_close(torch.func.grad(primal)(x[0]), torch.func.grad(plain)(x[0]))
+
+
 def test_half_precision_and_certainty():
     q, k = (torch.randn(2, 4, n, 32).bfloat16() for n in (70, 90))
     k = k[:, :2]

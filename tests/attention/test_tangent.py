@@ -83,7 +83,7 @@ def test_parts_over_disjoint_keys_merge(name, backend):
         tuple(x for part in parts for x in (part.out, part.lse)),
         tuple(x for part in parts for x in (part.out_tangent, part.lse_tangent)),
     )
-    whole = Dual(*merged[0], None, None, *merged[1])
+    whole = Dual(*merged[0], None, None, None, *merged[1], None)
     compare(whole, dense(given.copy(), along), tolerance)
 
 

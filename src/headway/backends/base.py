@@ -129,7 +129,8 @@ class Backend(Protocol):
         ...
 
     def forward(self, spec: Spec, call: Call) -> Forward:
-        """Return out, lse, max_logit, row_max; those that the spec does not ask for are empty."""
+        """Return out, lse, max_logit, row_max, entropy; those that the spec does not ask for are
+        empty."""
         ...
 
     def backward(
@@ -141,19 +142,24 @@ class Backend(Protocol):
         dout: Tensor,
         dlse: Tensor | None,
         needs: tuple[bool, ...],
+        dentropy: Tensor | None = None,
     ) -> Grads:
         """Return the gradients, given the merged `out` and `lse` and the gradients of both.
 
+            dT = P (dP∘K − delta − dentropy log P)      delta = rowsum(dout∘out) − dlse
+
+        `dentropy` is None if nothing depends on the entropy H; else dlse has −dentropy H in it.
         The backwards of disjoint key ranges, each given the same merged out and lse, sum to the
         exact gradients. `needs` says which tensors captured by the score need one.
         """
         ...
 
     def tangent(self, spec: Spec, call: Call, along: Tangents) -> Dual:
-        """Return `forward`, and how out and lse move along the tangents, in one pass:
+        """Return `forward`, and how out, lse and entropy move along the tangents, in one pass:
 
             S' = scale (q' kᵀ + q k'ᵀ)      T' = score'(S) S' + Σ (derivative by g) g'
             lse' = Σ P T' + P_sink sink'    out' = (P (T' − lse')∘K) v + (P∘K) v'
+            entropy' = −Σ P log P (T' − lse') − P_sink log P_sink (sink' − lse')
 
         g are the numbers that the score reads of captured tensors, K = keep/(1-p). A pair that is
         not kept counts nothing, whatever T' is there; a query that sees nothing gets 0 and 0. With

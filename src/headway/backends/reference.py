@@ -46,16 +46,18 @@ def forward(spec: Spec, call: Call) -> Forward:
     lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
     if call.sink is not None:
         lse = torch.logaddexp(lse, call.sink.double()[:, None])
-    p = softmax(t, call.sink)[0] * dropout_factor
+    p, sink_p = softmax(t, call.sink)
+    entropy = torch.special.entr(p).sum(-1) + torch.special.entr(sink_p)
     dtype = call.q.dtype
     acc = acc_dtype(dtype)
     logits = s.masked_fill(~keep_mask, -math.inf)
     max_logit = logits.amax((2, 3)) if min(s.shape[2:]) else s.new_full(s.shape[:2], -math.inf)
     return Forward(
-        (p @ v).to(spec.out_dtype(dtype)),
+        (p * dropout_factor @ v).to(spec.out_dtype(dtype)),
         lse.to(acc),
         max_logit.to(acc) if spec.max_logit else s.new_empty(0, dtype=acc),
         row_max.to(acc) if spec.row_max else s.new_empty(0, dtype=acc),
+        entropy.to(acc) if spec.entropy else s.new_empty(0, dtype=acc),
     )
 
 
@@ -75,6 +77,7 @@ def infer(spec: Spec, call: Call) -> Forward:
         lse,
         filled((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
         filled(shape if spec.row_max else (0,), -math.inf, acc),
+        filled((0,), 0, acc),
     )
     for row, q_row, queries, length in rows_of(spec, call):
         q_len = queries.stop - queries.start
@@ -121,6 +124,7 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     needs: tuple[bool, ...],
+    dentropy: Tensor | None = None,
 ) -> Grads:
     """Compute dv = Pᵀ dout, dS = P∘(dP − delta)∘score'(S), dq = scale dS k, dk = scale dSᵀ q."""
     hq, hk = call.q.shape[1], call.k.shape[1]
@@ -137,6 +141,10 @@ def backward(
         p = torch.where(large[..., None], exact_shares[0], p)
         sink_p = torch.where(large, exact_shares[1], sink_p)
     dt = p * ((dout @ v.mT) * dropout_factor - delta[..., None])
+    dsink_rows = -sink_p * delta
+    if dentropy is not None:
+        dt = dt + dentropy.double()[..., None] * torch.special.entr(p)
+        dsink_rows = dsink_rows + dentropy.double() * torch.special.entr(sink_p)
     ds: Tensor = dt
     captured_grads: list[Tensor | None] = [None] * spec.score_tensors
     if spec.score is not None:
@@ -145,7 +153,7 @@ def backward(
     sum_groups = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
     dsink = None
     if call.sink is not None:
-        dsink = -(sink_p * delta).sum((0, 2)).to(acc)
+        dsink = dsink_rows.sum((0, 2)).to(acc)
     return Grads(
         (spec.scale * ds @ k).to(q_dtype),
         sum_groups(spec.scale * ds.mT @ q).to(kv_dtype),
@@ -158,6 +166,7 @@ def backward(
 def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     """Return `forward`, and out' = ((P (T' − lse'))∘K) v + (P∘K) v' with lse' = the mean of T'."""
     hq, dtype = call.q.shape[1], call.q.dtype
+    acc = acc_dtype(dtype)
     s, t, keep_mask, dropout_factor = scores(spec, call)
     p, sink_p = softmax(t, call.sink)
     s_tangent = torch.zeros_like(s)
@@ -177,16 +186,20 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     # Where P is 0 the tangent counts nothing, and may be anything, infinity included.
     t_tangent = torch.as_tensor(t_tangent, dtype=s.dtype, device=s.device)
     t_tangent = torch.where(p == 0, 0.0, t_tangent)
-    lse_tangent = (p * t_tangent).sum(-1)
+    sink_tangent = torch.zeros_like(sink_p)
     if along.sink is not None:
-        lse_tangent = lse_tangent + sink_p * along.sink.double()[:, None]
-    weights = p * (t_tangent - lse_tangent[..., None]) * dropout_factor
+        sink_tangent = torch.where(sink_p == 0, 0.0, along.sink.double()[:, None])
+    lse_tangent = (p * t_tangent).sum(-1) + sink_p * sink_tangent
+    moves = t_tangent - lse_tangent[..., None]
+    weights = p * moves * dropout_factor
     out_tangent = torch.where(p == 0, 0.0, weights) @ _to_heads(call.v, hq)
+    entropy_tangent = torch.where(p == 0, 0.0, torch.special.entr(p) * moves).sum(-1)
+    entropy_tangent += torch.special.entr(sink_p) * (sink_tangent - lse_tangent)
     if along.v is not None:
         out_tangent = out_tangent + (p * dropout_factor) @ _to_heads(along.v, hq)
     return Dual(
-        *forward(spec, call), out_tangent.to(spec.result_dtype(dtype)),
-        lse_tangent.to(acc_dtype(dtype)),
+        *forward(spec, call), out_tangent.to(spec.result_dtype(dtype)), lse_tangent.to(acc),
+        entropy_tangent.to(acc) if spec.entropy else lse_tangent.new_empty(0, dtype=acc),
     )  # fmt: skip
 
 

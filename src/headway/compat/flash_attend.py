@@ -174,7 +174,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, options: FlashO
     lse = max_logit = None
     try:
         if options.want_lse or options.want_max_logit:
-            out, lse, max_logit, _ = run(request)
+            out, lse, max_logit, *_ = run(request)
         else:
             out = run_out(request)
     except ArgumentError as error:

@@ -134,7 +134,7 @@ def flex_attention(
     try:
         if return_aux is None and not return_lse:
             return run_out(request)
-        out, lse, _, row_max = run(request)
+        out, lse, _, row_max, _ = run(request)
     except ArgumentError as error:
         raise CallError(str(error)) from error
     except ModError as error:

@@ -29,7 +29,7 @@ _INPUTS = (
     "Tensor[] tensors, SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, "
     "Tensor q_table, Tensor kv_table"
 )
-library.define(f"cp_forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+library.define(f"cp_forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(
     f"cp_backward({_INPUTS}, Tensor number, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
     "bool[] needs) -> Tensor[]"

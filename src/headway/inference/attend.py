@@ -112,7 +112,7 @@ def attention_with_stats(
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
     cache = cache_of(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
-    out, lse, max_logit, _ = run(
+    out, lse, max_logit, *_ = run(
         Request(q, k, v, score, mask, scale, sink, backend=backend, max_logit=True, keys=cache)
     )
     return AttentionOutput(out, lse, max_logit)

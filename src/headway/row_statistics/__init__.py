@@ -1,6 +1,6 @@
 """Statistics of the rows of P, without a square of weights."""
 
-from .measure import check_statistics as check_statistics
+from .measure import asking_for as asking_for
 from .measure import entropy as entropy
 from .measure import mean as mean
 from .measure import sink_mass as sink_mass

@@ -3,7 +3,7 @@
 Each is carried over the keys beside the softmax, and no square of weights is stored. Where a
 backend has tangents, a mean is the tangent of lse along c, where c · f is added to the score;
 elsewhere it is the gradient of c. An lse whose score has another derivative carries the gradient of
-a mean: dT = P (f − E) + P f'.
+a mean: dT = P (f − E) + P f'. The forward has the entropy, or where it has not it is composed.
 """
 
 import math
@@ -19,7 +19,7 @@ from ..errors import ArgumentError
 from ..mods.library.packed import PackedMask
 from ..run import run, run_along, run_backward
 from ..sharded import any_sharded
-from ..types import AttentionOutput, Request
+from ..types import AttentionOutput, Forward, Request
 from .scores import Added, Carrier, Number, ShiftedBy
 
 
@@ -42,7 +42,7 @@ def mean(request: Request, f: Number) -> Tensor:
 
 def entropy(request: Request, lse: Tensor) -> Tensor:
     """Return −Σ P log P over the kept keys and the sink, `(b, hq, q_len)`, differentiable; 0 where
-    a query sees nothing. `lse` is that of the call."""
+    a query sees nothing; for backends whose forward has none. `lse` is that of the call."""
     # Of T − lse, whose entropy is that of T: a number as large as T would hide it.
     shift = torch.where(lse.isinf(), 0.0, lse).detach()
     bare, sink = _bare(request), request.sink
@@ -52,27 +52,17 @@ def entropy(request: Request, lse: Tensor) -> Tensor:
         if sink is not None:
             logit = sink.detach()[:, None] - shift
             share = logit.exp()
-        if _has_tangents(bare):
-            keys, mean_of_keys = _mean(_detached(bare), None, _score)
-            total = keys if sink is None else torch.logaddexp(keys, logit)
-            total = torch.where(total == -math.inf, 0.0, total)
-            share, of_keys = (logit - total).exp() * (sink is not None), (keys - total).exp()
-            of_pairs = of_keys * mean_of_keys
-        else:
-            total, of_keys = torch.zeros_like(shift), 1 - share
-            of_pairs = _mean(_detached(bare), total, _score)[1]
-        from_sink = torch.where(share == 0, 0.0, share * (logit - total))
-        seen = lse != -math.inf
-        result = (total * of_keys - of_pairs - from_sink).clamp_min(0)
-        result = torch.where(seen, result, 0.0)
+        of_pairs = _mean(_detached(bare), torch.zeros_like(shift), _score)[1]
+        from_sink = torch.where(share == 0, 0.0, share * logit)
+        result = torch.where(lse == -math.inf, 0.0, (-of_pairs - from_sink).clamp_min(0))
     if not torch.is_grad_enabled():
         return result
     # dT = −P (log P + H), and so for the sink.
-    moved = _moved(bare, total - result, _fixed_score) * of_keys
+    moved = _moved(bare, -result, _fixed_score) * (1 - share)
     entropy = result - moved
     if sink is None:
         return entropy
-    slope = torch.where(share == 0, 0.0, share * (logit - total + result))
+    slope = torch.where(share == 0, 0.0, share * (logit + result))
     sink = torch.where(sink == -math.inf, 0.0, sink)
     return entropy - slope * (sink - sink.detach())[:, None]
 
@@ -90,8 +80,9 @@ def sink_mass(request: Request, lse: Tensor) -> Tensor:
     return mean(request, partial(_at_position_0, mask.pos if mask.kv_pos is None else mask.kv_pos))
 
 
-def check_statistics(request: Request, wanted: dict[str, Any]) -> None:
-    """Refuse statistics where they cannot be measured: with a layout, of DTensors."""
+def asking_for(request: Request, wanted: dict[str, Any]) -> Request:
+    """Return the request with the entropy, if wanted, as a result of its forward where the backend
+    has it. Refuse statistics where they cannot be measured: with a layout, of DTensors."""
     for name, flag in wanted.items():
         if not flag_of(name, flag):
             continue
@@ -101,18 +92,21 @@ def check_statistics(request: Request, wanted: dict[str, Any]) -> None:
             )
         if any_sharded(request.q, request.k, request.v):
             raise ArgumentError(f"{name}=True takes no DTensors; pass q.to_local(), k and v too")
+    return request._replace(
+        entropy=bool(wanted["entropy"]) and isinstance(request.q, Tensor) and _has_tangents(request)
+    )
 
 
 def with_statistics(
-    request: Request, result: AttentionOutput, lse: Tensor, wanted: dict[str, Any],
+    request: Request, result: AttentionOutput, forward: Forward, wanted: dict[str, Any],
     view: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> AttentionOutput:  # fmt: skip
-    """Add the wanted statistics of rows to the result of a call, whose lse is `lse`; `view` brings
-    them into the shape of the result's."""
+    """Add the wanted statistics of rows to the result of a call, which is made of `forward`; `view`
+    brings them into the shape of the result's."""
     if wanted["entropy"]:
-        result.entropy = view(entropy(request, lse))
+        result.entropy = view(forward.entropy if request.entropy else entropy(request, forward.lse))
     if wanted["sink_mass"]:
-        result.sink_mass = view(sink_mass(request, lse))
+        result.sink_mass = view(sink_mass(request, forward.lse))
     return result
 
 
@@ -121,7 +115,7 @@ def _bare(request: Request) -> Request:
     k = request.k
     return request._replace(
         v=k.new_zeros(()).expand(*k.shape[:3], 1), dropout=0.0, seed=None, max_logit=False,
-        row_max=False,
+        row_max=False, entropy=False,
     )  # fmt: skip
 
 

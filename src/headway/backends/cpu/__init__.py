@@ -27,7 +27,9 @@ def forward(spec: Spec, call: Call) -> Forward:
     Few queries are computed by `decode`."""
     if decode.suits(spec, call):
         return decode.forward(spec, call)
-    result = flash.forward(spec, call) if flash.suits(spec, call) else None
+    result = None
+    if not spec.entropy and flash.suits(spec, call):
+        result = flash.forward(spec, call)
     if result is None:
         return tiled.forward(spec, call)  # it computes every logit: statistics are free
     if not (spec.max_logit or spec.row_max):
@@ -43,14 +45,16 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
+    needs: tuple[bool, ...], dentropy: Tensor | None = None,
 ) -> Grads:  # fmt: skip
     """Compute by PyTorch's flash kernels or by blocks of torch ops, whatever the forward used."""
-    if flash.suits(spec, call):
+    if dentropy is not None and not dentropy.any():  # a compiled program gives zeros
+        dentropy = None
+    if dentropy is None and flash.suits(spec, call):
         grads = flash.backward(spec, call, out, lse, dout, dlse)
         if grads is not None:
             return grads
-    return tiled.backward(spec, call, out, lse, dout, dlse, needs)
+    return tiled.backward(spec, call, out, lse, dout, dlse, needs, dentropy)
 
 
 native, plain, infer = flash.native, flash.plain, decode.infer

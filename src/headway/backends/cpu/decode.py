@@ -43,6 +43,7 @@ def suits(spec: Spec, call: Call) -> bool:
         0 < q_len <= MAX_DECODE_QUERIES < kv_len
         and spec.tiles is None
         and spec.dropout == 0
+        and not spec.entropy
         and coords.q_pos is None
         and coords.kv_pos is None
     )
@@ -143,7 +144,9 @@ class _DecodeCall:
         out, lse, *maxima = results
         out = in_dtype(out, self.spec.out_dtype(call.q.dtype)).contiguous()
         lse = lse.contiguous()  # as operators say that they are
-        return Forward(out, lse, *[lse.new_empty(0) if m is None else m for m in maxima])
+        empty = lse.new_empty(0)
+        max_logit, row_max = (empty if m is None else m for m in maxima)
+        return Forward(out, lse, max_logit, row_max, empty)
 
     def _run_in_batches(self, batches: list[RowBatch]) -> Forward:
         """Return the results of all rows, batch after batch, then row after row of many queries."""
@@ -184,7 +187,7 @@ class _DecodeCall:
             if call.sink is not None:
                 lse.copy_(call.sink.to(self.acc)[:, None])
             row_max.fill_(-math.inf)
-        return Forward(out, lse, max_logit, row_max)
+        return Forward(out, lse, max_logit, row_max, empty(0))
 
     # -- which rows and keys -----------------------------------------------------------------------
 
@@ -439,7 +442,7 @@ class _DecodeCall:
             q=q, k=k, v=in_dtype(v, k.dtype), tiles=None, kv=None,
             coords=call.coords._replace(b=b, q=row.first_position),
         )  # fmt: skip
-        out, lse, max_logit, row_max = forward(self.spec.replace(tiles=None), row_call)
+        out, lse, max_logit, row_max, _ = forward(self.spec.replace(tiles=None), row_call)
         return _Results(
             out[0], lse[0], max_logit[0] if self.spec.max_logit else None,
             row_max[0] if self.spec.row_max else None,

@@ -165,7 +165,8 @@ def forward(spec: Spec, call: Call) -> Forward | None:
     if call.sink is not None:
         out, lse = add_sink(out, lse, call.sink)
     out = in_dtype(out, spec.out_dtype(call.q.dtype))
-    return Forward(out, lse, lse.new_empty(0), lse.new_empty(0))
+    empty = lse.new_empty(0)
+    return Forward(out, lse, empty, empty, empty)
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 Beside the online softmax (m, l, o) a row carries r, the mean of T' under P so far, and a second
 accumulator, a = Σ p (T' − r) v + p v'. Where a block moves r by e, a moves by −e o. At the end r is
 lse' and a / l is out': what all T' of a row have in common is never added up and subtracted again.
+Σ p (T − m) (T' − r) is carried likewise: over l it is −entropy'. (Σ p (T' − r) is 0, so m is free.)
 """
 
 import math
@@ -16,31 +17,37 @@ from ...mods.evaluation.pointwise import bind
 from ...types import Captured, Dual, Spec, Tangents
 from ..base import Call
 from .tile_plan import work_items
-from .tiled import PairBlock, by_kv_head, exp_in_place, flat, sinks_by_row
+from .tiled import PairBlock, by_kv_head, entropy_of, flat, online_softmax_step, sinks_by_row
 
 
 class _RowSums:
     """The sums of some rows over the keys so far: the softmax's, and those of the tangent."""
 
-    def __init__(self, shape: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], width: int, dtype: torch.dtype, entropy: bool
+    ) -> None:  # fmt: skip
         zeros = lambda n: torch.zeros(*shape, n, dtype=dtype, device="cpu")
         self.o, self.a = zeros(width), zeros(width)
         self.m = torch.full((*shape, 1), -math.inf, dtype=dtype, device="cpu")
         self.total, self.mean = zeros(1), zeros(1)  # l and r
+        self.moment = zeros(1) if entropy else None  # Σ p (T − m)
+        self.moment_tangent = zeros(1)  # Σ p (T − m) (T' − r)
 
     def add(self, t: Tensor, t_tangent: Tensor) -> tuple[Tensor, Tensor]:
         """Take one step of the softmax: rescale the sums, and move the mean of T'.
 
-        **Returns:** p = exp(T − m) in the place of T, and p (T' − r) in that of T'.
+        **Returns:** p = exp(T − m), and p (T' − r) in the place of T'.
         """
-        m_before, self.m = self.m, torch.maximum(self.m, t.amax(-1, keepdim=True))
-        base = self.m.masked_fill(self.m == -math.inf, 0)
-        p = exp_in_place(t.sub_(base))
-        rescale = (m_before - base).exp_()
-        self.total.mul_(rescale).add_(p.sum(-1, keepdim=True))
-        p_tangent = t_tangent.sub_(self.mean).mul_(p)
+        p, self.m, rescale = online_softmax_step(t, self.m, self.total, self.moment)
+        t_tangent.sub_(self.mean)
+        if self.moment is not None:  # t is now p (T − m)
+            of_block = t.mul_(t_tangent).sum(-1, keepdim=True)
+            self.moment_tangent.mul_(rescale).add_(of_block)
+        p_tangent = t_tangent.mul_(p)
         step = p_tangent.sum(-1, keepdim=True)
         step /= self.total.masked_fill(self.total == 0, 1)
+        if self.moment is not None:
+            self.moment_tangent.addcmul_(step, self.moment, value=-1)
         p_tangent.addcmul_(p, step, value=-1)
         self.mean += step
         self.o.mul_(rescale)
@@ -108,11 +115,13 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     rows = b * hk, g, q_len
     out = empty(*rows, dv, dtype=spec.out_dtype(call.q.dtype))
     out_tangent = empty(*rows, dv, dtype=spec.result_dtype(call.q.dtype))
-    lse, lse_tangent, row_max = (empty(*rows, dtype=acc) for _ in range(3))
+    lse, lse_tangent, row_max, entropy, entropy_tangent = (
+        empty(*rows, dtype=acc) for _ in range(5)
+    )
     max_logit = torch.full((b * hk, g), -math.inf, dtype=acc, device="cpu")
     for item in work_items(spec, call):
         at, heads = (item.kv_heads, item.group_heads, item.queries), item.kv_heads
-        sums = _RowSums(tuple(lse[at].shape), dv, acc)
+        sums = _RowSums(tuple(lse[at].shape), dv, acc, spec.entropy)
         for segment in item.segments:
             pairs.enter(item, segment)
             t, t_tangent, s = scores.of_block()
@@ -135,6 +144,9 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
                 t_tangent += sink_tangent[at[:2]]
             sums.add(t, t_tangent)
         total = sums.total.masked_fill(sums.total == 0, 1)
+        if sums.moment is not None:
+            entropy[at] = entropy_of(sums.total, sums.moment)[..., 0]
+            entropy_tangent[at] = -(sums.moment_tangent / total)[..., 0]
         lse[at], lse_tangent[at] = (sums.m + sums.total.log())[..., 0], sums.mean[..., 0]
         out[at], out_tangent[at] = sums.o.div_(total), sums.a.div_(total)
     of_rows = lambda x: x.view(b, hq, q_len, *x.shape[3:])
@@ -142,5 +154,7 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
         of_rows(out), of_rows(lse),
         max_logit.view(b, hq) if spec.max_logit else lse.new_empty(0),
         of_rows(row_max) if spec.row_max else lse.new_empty(0),
+        of_rows(entropy) if spec.entropy else lse.new_empty(0),
         of_rows(out_tangent), of_rows(lse_tangent),
+        of_rows(entropy_tangent) if spec.entropy else lse.new_empty(0),
     )  # fmt: skip

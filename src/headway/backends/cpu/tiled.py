@@ -180,6 +180,14 @@ def exp_in_place(t: Tensor) -> Tensor:
     return torch.threshold_(t, _MIN_EXPONENTS[t.dtype], -math.inf).exp_()
 
 
+def exp_and_exponent(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `exp_in_place` of t in new memory, and t, finite where the result is 0: their product
+    is then 0."""
+    t = torch.threshold_(t, _MIN_EXPONENTS[t.dtype], LOG_0)
+    return t.exp(), t
+
+
+LOG_0 = -1e4  # finite, and its exponential is 0
 _MIN_EXPONENTS = {
     dtype: math.log(torch.finfo(dtype).tiny) + 8 for dtype in (torch.float32, torch.float64)
 }
@@ -207,19 +215,34 @@ def _score_block(
     return t, s
 
 
-def _online_softmax_step(t: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def online_softmax_step(
+    t: Tensor, m: Tensor, total: Tensor, moment: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Take one step of an online softmax; m is the largest T before it.
 
-    **Returns:** exp(T − m) in the place of T; the new m; and the factor that rescales sums of
-    earlier terms. `total` is such a sum: it is rescaled, and the new terms are added.
+    **Returns:** exp(T − m), which may be in the place of T; the new m; and the factor that rescales
+    sums of earlier terms. Such sums are rescaled, and the new terms are added: `total` of
+    p = exp(T − m), `moment` of p (T − m), which then takes the place of T.
     """
     m_before, m = m, torch.maximum(m, t.amax(-1, keepdim=True))
     # A row that has seen nothing yet has m = -inf, for which exp(-inf - 0) = 0 is right.
     base = m.masked_fill(m == -math.inf, 0)
-    p = exp_in_place(t.sub_(base))
-    rescale = (m_before - base).exp_()
+    t.sub_(base)
+    shift = m_before.sub(base)
+    if moment is None:
+        p, rescale = exp_in_place(t), shift.exp_()
+    else:
+        (p, exponent), (rescale, shift) = exp_and_exponent(t), exp_and_exponent(shift)
+        moment.addcmul_(total, shift).mul_(rescale).add_(exponent.mul_(p).sum(-1, keepdim=True))
     total.mul_(rescale).add_(p.sum(-1, keepdim=True))
     return p, m, rescale
+
+
+def entropy_of(total: Tensor, moment: Tensor) -> Tensor:
+    """Return the entropy of rows from the sums of an online softmax: of p = exp(T − m), at least 1
+    where a row sees something, and of p (T − m), at most 0."""
+    total = total.masked_fill(total == 0, 1)
+    return total.log() - moment / total
 
 
 def _split_large_lse(
@@ -250,12 +273,23 @@ def _split_large_lse(
         q_block = q[index].flatten(1, 2)
         for segment in item.segments:
             pairs.enter(item, segment)
-            _, m, _ = _online_softmax_step(
+            _, m, _ = online_softmax_step(
                 _score_block(pairs, q_block, k[heads, pairs.keys])[0], m, total
             )
         lse[index] = torch.where(large[index], m, lse[index])
         share[index] = torch.where(large[index], 1 / total, 1)
     return share
+
+
+def _weights(exponent: Tensor, share: Tensor | None, logarithm: bool) -> tuple[Tensor, Tensor]:
+    """Return P from T − lse, which is overwritten; and log P if `logarithm`, finite where P is 0.
+    `share`: from `_split_large_lse`."""
+    p, log_p = exp_and_exponent(exponent) if logarithm else (exp_in_place(exponent), exponent)
+    if share is not None:
+        p.mul_(share)
+        if logarithm:
+            log_p.add_(share.log())
+    return p, log_p
 
 
 def sinks_by_row(sink: Tensor | None, b: int, hk: int, g: int, acc: torch.dtype) -> Tensor | None:
@@ -275,7 +309,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     sink = sinks_by_row(call.sink, b, hk, g, acc)
     empty = partial(torch.empty, device="cpu")
     out = empty(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
-    lse, row_max = (empty(b * hk, g, q_len, dtype=acc) for _ in range(2))
+    lse, row_max, entropy = (empty(b * hk, g, q_len, dtype=acc) for _ in range(3))
     max_logit = torch.full((b * hk, g), -math.inf, dtype=acc, device="cpu")
     for item in work_items(spec, call):
         heads, group_heads, queries = item.kv_heads, item.group_heads, item.queries
@@ -288,6 +322,7 @@ def forward(spec: Spec, call: Call) -> Forward:
         o = torch.zeros(*block_shape, dv, dtype=acc, device="cpu")
         m = torch.full((*block_shape, 1), -math.inf, dtype=acc, device="cpu")
         total = torch.zeros(*block_shape, 1, dtype=acc, device="cpu")
+        moment = torch.zeros_like(total) if spec.entropy else None
         for segment in item.segments:
             pairs.enter(item, segment)
             t, s = _score_block(pairs, q_block, k[heads, pairs.keys], separate=spec.max_logit)
@@ -298,18 +333,18 @@ def forward(spec: Spec, call: Call) -> Forward:
                     logits.amax((2, 3)),
                     out=max_logit[heads, group_heads],
                 )
-            p, m, rescale = _online_softmax_step(t, m, total)
+            p, m, rescale = online_softmax_step(t, m, total, moment)
             o.mul_(rescale)
             if spec.dropout > 0:
                 p = p.mul_(pairs.dropout_factors())
             flat(o).baddbmm_(flat(p), v[heads, pairs.keys])
         row_max[heads, group_heads, queries] = m[..., 0]
         if sink is not None:
-            m_before, m = m, torch.maximum(m, sink[heads, group_heads])
-            base = m.masked_fill(m == -math.inf, 0)
-            rescale = (m_before - base).exp_()
-            total.mul_(rescale).add_((sink[heads, group_heads] - base).exp_())
+            t = sink[heads, group_heads].expand_as(m).clone()
+            _, m, rescale = online_softmax_step(t, m, total, moment)
             o.mul_(rescale)
+        if moment is not None:
+            entropy[heads, group_heads, queries] = entropy_of(total, moment)[..., 0]
         lse[heads, group_heads, queries] = (m + total.log())[..., 0]
         out[heads, group_heads, queries] = o.div_(total.masked_fill(total == 0, 1))
     if pairs.score is None and spec.max_logit and q_len:
@@ -319,15 +354,16 @@ def forward(spec: Spec, call: Call) -> Forward:
         lse.view(b, hq, q_len),
         max_logit.view(b, hq) if spec.max_logit else lse.new_empty(0),
         row_max.view(b, hq, q_len) if spec.row_max else lse.new_empty(0),
+        entropy.view(b, hq, q_len) if spec.entropy else lse.new_empty(0),
     )
 
 
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
+    needs: tuple[bool, ...], dentropy: Tensor | None = None,
 ) -> Grads:  # fmt: skip
-    """Compute P = exp(T − lse), dP = dout vᵀ, dS = P∘(dP − delta)∘score'(S): five products per
-    block."""
+    """Compute P = exp(T − lse), dP = dout vᵀ, dS = P∘(dP − delta − dentropy log P)∘score'(S): five
+    products per block."""
     (b, hq, q_len, d), hk, dv_ = call.q.shape, call.k.shape[1], call.v.shape[3]
     pairs = PairBlock(spec, call)
     acc, g, kv_len = pairs.acc, hq // hk, call.k.shape[2]
@@ -338,13 +374,14 @@ def backward(
     delta = by_kv_head(delta_of(out, dout, dlse, acc), hk, acc)[..., None]
     sink = sinks_by_row(call.sink, b, hk, g, acc)
     share = _split_large_lse(spec, call, pairs, q, k, lse, sink)
+    if dentropy is not None:
+        dentropy = by_kv_head(dentropy, hk, acc)[..., None]
     dq = torch.zeros(b * hk, g, q_len, d, dtype=acc, device="cpu")
-    dk = torch.zeros(b * hk, kv_len, d, dtype=acc, device="cpu")
-    dv = torch.zeros(b * hk, kv_len, dv_, dtype=acc, device="cpu")
+    dk, dv = (torch.zeros(b * hk, kv_len, n, dtype=acc, device="cpu") for n in (d, dv_))
     score_grads = ScoreGradients(pairs, needs)
     for item in work_items(spec, call):
-        heads, group_heads, queries = item.kv_heads, item.group_heads, item.queries
-        q_block, do_block = (x[heads, group_heads, queries].flatten(1, 2) for x in (q, do))
+        heads, at = item.kv_heads, (item.kv_heads, item.group_heads, item.queries)
+        q_block, do_block = (x[at].flatten(1, 2) for x in (q, do))
         dq_block = torch.zeros_like(q_block)
         for segment in item.segments:
             pairs.enter(item, segment)
@@ -358,9 +395,8 @@ def backward(
                 t = score_grads.scores(s, keep_mask)
             if keep_mask is not None:
                 t.masked_fill_(~keep_mask, -math.inf)
-            p = exp_in_place(t.sub_(lse[heads, group_heads, queries]))
-            if share is not None:
-                p.mul_(share[heads, group_heads, queries])
+            row_share = None if share is None else share[at]
+            p, log_p = _weights(t.sub_(lse[at]), row_share, dentropy is not None)
             torch.bmm(do_block, v[heads, keys].mT, out=flat(dp))
             if spec.dropout > 0:
                 dropout_factors = pairs.dropout_factors()
@@ -368,16 +404,18 @@ def backward(
                 dv[heads, keys].baddbmm_(flat(dropout_factors.mul_(p)).mT, do_block)
             else:
                 dv[heads, keys].baddbmm_(flat(p).mT, do_block)
-            ds = dp.sub_(delta[heads, group_heads, queries]).mul_(p)
+            dp.sub_(delta[at])
+            if dentropy is not None:
+                dp.addcmul_(log_p, dentropy[at], value=-1)
+            ds = dp.mul_(p)
             if pairs.score is not None:
                 ds = score_grads.gradient(ds, p)
             dq_block.baddbmm_(flat(ds), k[heads, keys], alpha=spec.scale)
             dk[heads, keys].baddbmm_(flat(ds).mT, q_block, alpha=spec.scale)
-        dq[heads, group_heads, queries] = dq_block.view(*dq[heads, group_heads, queries].shape)
+        dq[at] = dq_block.view(*dq[at].shape)
     dsink = None
     if sink is not None:
-        sink_p = (sink - lse).exp_().mul_(delta if share is None else share * delta)
-        dsink = -sink_p.view(b, hq, q_len).sum((0, 2))
+        dsink = _sink_gradient(sink - lse, share, delta, dentropy).view(b, hq, q_len).sum((0, 2))
     q_dtype, kv_dtype = spec.grad_dtypes(call.q.dtype)
     return Grads(
         dq.view(b, hq, q_len, d).to(q_dtype),
@@ -386,3 +424,11 @@ def backward(
         dsink,
         score_grads.grads,
     )
+
+
+def _sink_gradient(
+    exponent: Tensor, share: Tensor | None, delta: Tensor, dentropy: Tensor | None
+) -> Tensor:
+    """Return the gradient of the sink by row, from its T − lse, which is overwritten."""
+    p, log_p = _weights(exponent, share, dentropy is not None)
+    return -p.mul_(delta if dentropy is None else delta + dentropy * log_p)

@@ -31,8 +31,9 @@ def first_columns(x: Tensor, columns: int) -> Tensor:
 
 
 def of_forward(
-    spec: Spec, out: Tensor, lse: Tensor, row_max: Tensor | None, program_logits: Tensor | None
-) -> Forward:
+    spec: Spec, out: Tensor, lse: Tensor, row_max: Tensor | None, program_logits: Tensor | None,
+    entropy: Tensor | None = None,
+) -> Forward:  # fmt: skip
     """Return the results of a forward; those that were not asked for are empty.
 
     - `program_logits`: (b, hq, programs), the largest logit that each program of a head saw; None
@@ -43,7 +44,8 @@ def of_forward(
         max_logit = program_logits.amax(-1)
     elif spec.max_logit:
         max_logit = lse.new_full(lse.shape[:2], -math.inf)
-    return Forward(out, lse, max_logit, empty if row_max is None else row_max)
+    row_max, entropy = (empty if x is None else x for x in (row_max, entropy))
+    return Forward(out, lse, max_logit, row_max, entropy)
 
 
 def of_no_pairs(

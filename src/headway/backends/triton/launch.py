@@ -129,7 +129,7 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     dv = call.v.shape[3]
     out, out_tangent = (outputs.first_columns(x, dv) for x in (out, out_tangent))
     primal = outputs.of_forward(spec, out, lse, row_max, max_logits)
-    return Dual(*primal, out_tangent, lse_tangent)
+    return Dual(*primal, out_tangent, lse_tangent, primal.entropy)
 
 
 def _with_tables(spec: Spec, call: Call, along: Tangents) -> tuple[Spec, Call]:

@@ -180,11 +180,12 @@ def _concatenate(per_shard: list[Forward]) -> Forward:
     """Return the results of all queries from those of consecutive shards."""
     if len(per_shard) == 1:
         return per_shard[0]
-    out, lse, max_logit, row_max = zip(*per_shard, strict=True)
+    out, lse, max_logit, row_max, entropy = zip(*per_shard, strict=True)
     return Forward(
         torch.cat(out, 2), torch.cat(lse, 2),
         torch.stack(max_logit).amax(0) if max_logit[0].numel() else max_logit[0],
         torch.cat(row_max, 2) if row_max[0].numel() else row_max[0],
+        entropy[0],  # empty: calls over ranks have none
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def forward(spec_text: str, *inputs: Any) -> tuple[Tensor, ...]:
         if spec.max_logit:
             dist.all_reduce(results.max_logit, dist.ReduceOp.MAX, group=group)
     out = in_dtype(results.out, spec.out_dtype(call.q.dtype))
-    tensors = as_promised(call.q, results._replace(out=out))
+    tensors = as_promised(call.q, out, *results[1:])
     return *tensors, torch.tensor(check.number, dtype=torch.int64, device="cpu")
 
 

@@ -107,6 +107,7 @@ class Ulysses(Plan):
             self._to_tokens(lse[..., None])[..., 0],
             max_logit if spec.max_logit else lse.new_empty(0),
             lse.new_empty(0) if row_max is None else self._to_tokens(row_max[..., None])[..., 0],
+            lse.new_empty(0),
         )
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):

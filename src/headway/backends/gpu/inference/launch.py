@@ -28,7 +28,7 @@ def infer(spec: Spec, call: Call) -> Forward:
         plan.launch(call, integers, out, lse, row_max, query_logits)
     empty = empty_result(q.device)
     max_logit = empty if query_logits is None else _max_logit_of_rows(call, query_logits)
-    return Forward(out, lse, max_logit, empty if row_max is None else row_max)
+    return Forward(out, lse, max_logit, empty if row_max is None else row_max, empty)
 
 
 def _max_logit_of_rows(call: Call, query_logits: Tensor) -> Tensor:
