@@ -529,10 +529,11 @@ def attention_out(spec: Spec, call: Call) -> Tensor:
     return out
 
 
-def cpu_native(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor | None:
+def cpu_native(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, compiling: bool
+) -> Tensor | None:  # fmt: skip
     """Return `attention_out` of a call on the CPU that is causal or has no mask, without score,
     sink and dropout, by PyTorch's own operator; None where `cpu.plain` refuses it."""
-    compiling = is_compiling()
     if _compiler_needs_operators() if compiling else _observed_by_modes():
         return None
     out = cpu.plain(q, k, v, causal, scale, None if compiling else _refuse_second_derivative)

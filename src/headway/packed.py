@@ -154,7 +154,7 @@ def nested_attention_with_stats(request: Request, wanted: dict[str, Any]) -> Att
     if request.score is not None:  # row_max is of what the score returns
         logits = packed._replace(
             q=packed.q.detach(), k=packed.k.detach(), v=packed.v.detach(), sink=None, dropout=0.0,
-            score=KeptLogit(request.score), row_max=True,
+            score=KeptLogit(request.score), row_max=True, auxiliary=True,
         )  # fmt: skip
         with torch.no_grad():
             row_max = run(packing.request(logits)).row_max

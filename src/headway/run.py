@@ -37,6 +37,16 @@ from .types import (
 
 _Result = TypeVar("_Result", Tensor, Forward, Dual)
 
+# Each gets the request of every call that has run eagerly; none but in forwards that a
+# `stability.Monitor` measures.
+watchers: list[Callable[[Request], None]] = []
+
+
+def watch(request: Request) -> None:
+    """Show a call that has run to those who watch."""
+    for watcher in tuple(watchers):
+        watcher(request)
+
 
 @inlined_or_eager
 def run(request: Request) -> Forward:
@@ -88,9 +98,13 @@ def run_cpu_native(
         return None
     if q.dtype not in DTYPES:
         return None
-    return autograd.cpu_native(
-        q, k, v, mask is not None, None if scale is None else scale_of(scale)
+    compiling = is_compiling()
+    out = autograd.cpu_native(
+        q, k, v, mask is not None, None if scale is None else scale_of(scale), compiling
     )
+    if not compiling and watchers and out is not None:
+        watch(Request(q, k, v, None, mask, scale, backend=backend))
+    return out
 
 
 _profiled = torch.autograd._profiler_enabled
@@ -99,10 +113,16 @@ _profiled = torch.autograd._profiler_enabled
 @inlined_or_eager
 def _profile(request: Request, compute: Callable[[Request, Spec, Call], _Result]) -> _Result:
     """Run the call, as a range of its own in a profiler's trace."""
-    if not is_compiling() and _profiled():
+    if is_compiling():
+        return _run(request, compute)
+    if _profiled():
         with record_function(f"{NAMESPACE}::attention"):
-            return _run(request, compute)
-    return _run(request, compute)
+            result = _run(request, compute)
+    else:
+        result = _run(request, compute)
+    if watchers:
+        watch(request)
+    return result
 
 
 @inlined_or_eager

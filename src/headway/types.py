@@ -263,6 +263,7 @@ class Request(NamedTuple):
     - `offsets`: the global indices of the first batch row and query head of a shard; None for calls
       that are not sharded.
     - `moves`: whether the call has tangents besides, which are passed beside the request.
+    - `auxiliary`: whether it is a pass that measures another call.
     """
 
     q: Any
@@ -285,6 +286,7 @@ class Request(NamedTuple):
     trains: bool = False
     learned: "tuple[Tensor, ...] | None" = None
     moves: bool = False
+    auxiliary: bool = False
 
 
 class Captured(NamedTuple):

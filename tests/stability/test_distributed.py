@@ -21,7 +21,7 @@ import headway
 from headway.errors import ArgumentError
 from headway.nn import MLA, Attention, Rotary
 from headway.optim import MuonClip
-from headway.stability import LogitError, QKClip, logit_stats
+from headway.stability import LogitError, QKClip, logit_stats, monitor
 from processes import run_ranks
 
 TAU = 1.5
@@ -212,6 +212,35 @@ def reduction(world: int, rank: int) -> None:
     dist.all_reduce = original
 
 
+def monitored(world: int, rank: int) -> None:
+    """DDP and FSDP2: a report over ranks is that of one process with all their data."""
+    reference, group = Net(fused=True), dist.group.WORLD
+    watch = monitor(reference)
+    for other in range(world):
+        reference(data(0, other, 0))
+    expected = watch.report("local")
+    with pytest.raises(ArgumentError, match="several processes"):
+        watch.report()
+    wrapped = nn.parallel.DistributedDataParallel(Net(fused=True))
+    sharded = Net(fused=True)
+    for net in (*sharded.layers, sharded):
+        fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+    for net in (wrapped, sharded):
+        with monitor(net) as watch:
+            net(data(0, rank, 0)).backward()
+        report = watch.report(group)
+        assert list(report) == [f"layers.{n}" for n in range(4)] == list(expected)
+        for name, right in expected.items():
+            for made, x in zip(report[name], right, strict=True):
+                torch.testing.assert_close(made, x, rtol=1e-4, atol=1e-5)
+    if rank == 0:
+        watch.reset()
+    with pytest.raises(
+        ArgumentError, match=r"have measured other layers .*\[\[\], \[\('layers.0', 4\)"
+    ):
+        watch.report(group)
+
+
 def fused_heads_cannot_be_split(world: int, rank: int) -> None:
     layer = Attention(8, 4, fused=True)
     plan = {"qkv_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
@@ -223,7 +252,18 @@ def fused_heads_cannot_be_split(world: int, rank: int) -> None:
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (2, (reduction, fused_heads_cannot_be_split, ddp, fsdp, tensor_parallel, muonclip)),
+        (
+            2,
+            (
+                reduction,
+                monitored,
+                fused_heads_cannot_be_split,
+                ddp,
+                fsdp,
+                tensor_parallel,
+                muonclip,
+            ),
+        ),
         (4, (both,)),
     ],
     ids=["two", "four"],

@@ -13,7 +13,9 @@ from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, causal
 from ..mods import softcap as capped
 from ..mods.base import Both, MaskFn, Not, ScoreFn
+from ..run import watch, watchers
 from ..stability import MaxLogit
+from ..types import KV, Request
 from .hf_mask import AttentionMask, GraphMask
 
 
@@ -72,6 +74,8 @@ def decode_step(
     if isinstance(mask, AttentionMask) and mask.near is not None:
         out = _cpu_native_step(query, key, value, mask, softmax)
         if out is not None:
+            if watchers:
+                watch(Request(query, key, value, keys=KV(mask.step[1])))
             return out.transpose(1, 2).contiguous()
     assert mask.step is not None
     keeps, lengths = mask.step

@@ -115,7 +115,7 @@ def _bare(request: Request) -> Request:
     k = request.k
     return request._replace(
         v=k.new_zeros(()).expand(*k.shape[:3], 1), dropout=0.0, seed=None, max_logit=False,
-        row_max=False, entropy=False,
+        row_max=False, entropy=False, auxiliary=True,
     )  # fmt: skip
 
 

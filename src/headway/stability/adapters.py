@@ -140,8 +140,9 @@ def recorder(module: nn.Module, heads: int) -> MaxLogit:
 
 
 def clean_name(path: str) -> str:
-    """Return a module's name without the wrappers of compilation and activation checkpointing."""
-    wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
+    """Return a module's name without the wrappers of compilation, activation checkpointing and
+    FSDP."""
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
     return ".".join(part for part in path.split(".") if part not in wrappers)
 
 
