@@ -36,6 +36,23 @@ def test_a_line_says_when_it_looked_at_the_held_out_files():
     assert ["held out 3.250 at step 2" in line for line in lines] == [True, True]
 
 
+def test_the_heads_that_stand_out_have_a_line_of_their_own():
+    console = Console(file=io.StringIO(), width=200)
+    with Report(console, total=4, start=0) as report:
+        record = {"loss": 1.0, "bits_per_byte": 2.0, "tokens": 8, "tokens_per_second": 8.0}
+        record["max_logit"] = [[1.0, 1.0]] * 2
+        heads = {"entropy": [[1.5, 2.0], [0.25, 1.0]], "sink_mass": [[0.0, 0.5], [0.125, 0.0]]}
+        report.step(record | {"step": 1} | heads)
+        report.step(record | {"step": 2})
+    first, of_heads, second = console.file.getvalue().splitlines()
+    assert of_heads.split("  ")[1:] == [
+        "entropy 0.25 (layer 1 head 0) to 2.00 (layer 0 head 1)",
+        "sink mass up to 0.50 (layer 0 head 1) at step 1",
+    ]
+    assert first.startswith("step 1/4")
+    assert second.startswith("step 2/4")
+
+
 def test_pictures_carry_the_name_of_the_run(tmp_path):
     pytest.importorskip("matplotlib")
     records = [{"step": n, "bits_per_byte": 8.0 / n, "max_logit": [[1.0 * n]]} for n in (1, 2, 3)]

@@ -46,6 +46,45 @@ def test_records_clips_and_resumes_to_the_same_bits(choice, tiny_in, tmp_path: P
     assert all(torch.equal(weights[name], t) for name, t in load_file(run.model).items())
 
 
+def test_statistics_of_heads_are_those_of_the_step_and_change_nothing(tiny_in, tmp_path: Path):
+    config = replace(tiny_in(tmp_path), steps=4, mask="causal")
+    quiet = Console(quiet=True)
+    records = {
+        every: train(replace(config, name=str(every), stats_every=every), console=quiet)
+        .run.read_metrics()
+        for every in (0, 3)
+    }  # fmt: skip
+    pair = list(zip(*records.values(), strict=True))
+    assert all(without["loss"] == measured["loss"] for without, measured in pair)
+    assert [("entropy" in a, "entropy" in b) for a, b in pair] == [
+        (False, n in (0, 3)) for n in range(4)
+    ]
+    for _, measured in (pair[0], pair[3]):
+        shapes = {name: torch.tensor(measured[name]).shape for name in ("entropy", "sink_mass")}
+        assert shapes == {"entropy": (1, 2), "sink_mass": (1, 2)}
+    # Of equal weights: log(i + 1) and 1 / (i + 1).
+    seen = torch.arange(1, config.context + 1)
+    entropy, mass = (torch.tensor(pair[0][1][name]) for name in ("entropy", "sink_mass"))
+    assert (entropy < seen.log().mean()).all()
+    assert (entropy > seen.log().mean() / 2).all()
+    torch.testing.assert_close(mass, (1 / seen).mean().expand(1, 2), rtol=0.5, atol=0)
+
+
+def test_where_entropies_cannot_be_measured(tiny_in, tmp_path: Path):
+    config = tiny_in(tmp_path)
+    assert config.resolved().stats_every == 50
+    for choice, why in (
+        ({"implementation": "sdpa", "mask": "causal"}, "--implementation sdpa"),
+        ({"devices": 2}, "2 devices that split one sequence"),
+    ):
+        assert replace(config, **choice).resolved().stats_every == 0
+        with pytest.raises(ArgumentError, match=f"--stats-every 7 with {why}.*: pass --stats-e"):
+            replace(config, stats_every=7, **choice).resolved()
+    assert replace(config, devices=2, context_parallel=1).resolved().stats_every == 50
+    with pytest.raises(ArgumentError, match="--stats-every -1"):
+        replace(config, stats_every=-1).resolved()
+
+
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -29,7 +29,7 @@ LOOK = {"rtol": 1e-4, "atol": 1e-5}
 
 def dense_stats(calls: list[tuple]) -> list[torch.Tensor]:
     """Return largest logits, mean entropies and mean sink masses of some calls of one layer."""
-    largest, sums, rows = -math.inf, [0.0, 0.0], 0
+    largest, sums, rows = -math.inf, [0.0, 0.0], [0, 0]
     for q, k, score, mask, scale, sink in calls:
         q, k = (
             q.detach().double() * (q.shape[-1] ** 0.5 * scale if scale else 1),
@@ -48,8 +48,9 @@ def dense_stats(calls: list[tuple]) -> list[torch.Tensor]:
         sums = [
             x + right[n].sum((0, 2)) for x, n in zip(sums, ("entropy", "sink_mass"), strict=True)
         ]
-        rows = rows + seen.sum((0, 2))
-    return [largest, *(x / rows for x in sums)]
+        first = kept[..., 0] if sink is None and kept.numel() else seen
+        rows = [n + x.sum((0, 2)) for n, x in zip(rows, (seen, first), strict=True)]
+    return [largest, *(x / n for x, n in zip(sums, rows, strict=True))]
 
 
 def assert_reports(report, calls: dict[str, list[tuple]]) -> None:
@@ -120,6 +121,24 @@ def curved(s, b, h, i, j):
     return torch.tanh(s) - 0.3 * h * torch.abs(i - j)
 
 
+def packed(self, q, k, v):
+    """Two sequences in a row, each from its own start on: the calls are two."""
+    (b, _, length, _), call = q.shape, self.calls.pop()
+    cut = length // 2
+    for n in range(b):
+        for start, end in ((0, cut), (cut, length)):
+            qk = (x[n : n + 1, :, start:end] for x in call[:2])
+            self.calls.append((*qk, *call[2:]))
+    offsets = torch.tensor([n * length + x for n in range(b) for x in (0, cut)] + [b * length])
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = hw.varlen_attention(*rows, self.score, self.mask, cu_q=offsets.int(), max_q=length)
+    return out.unflatten(0, (b, length)).transpose(1, 2)
+
+
+def near(b, h, i, j):
+    return (i - j).abs() < 2
+
+
 MODELS = {
     "causal": lambda: Own(plain, mask=hw.causal()),
     "no mask": lambda: Own(plain, kv_heads=4),
@@ -128,6 +147,8 @@ MODELS = {
     "sink": lambda: Own(plain, mask=rarely, sink=True),
     "statistics of its own": lambda: Own(with_stats, score=curved, mask=hw.causal()),
     "dropout": lambda: Own(dropped, mask=hw.causal()),
+    "window": lambda: Own(plain, mask=near),
+    "packed": lambda: Own(packed, score=lambda s, b, h, i, j: s + j, mask=near),
     "block mask": lambda: Own(block_mask, mask=hw.causal()),
     "sdpa": lambda: Own(sdpa),
     "forward mode": lambda: Own(jvp, mask=hw.causal()),

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,10 @@ from torch.compiler import is_compiling
 from .. import run as calls
 from ..api import attention_with_stats
 from ..arguments import count_of, flag_of
+from ..blocks import BlockMask
 from ..errors import ArgumentError, HeadwayError
+from ..mods.base import Both, MaskFn
+from ..mods.library.packed import PackedMask
 from ..surroundings import capturing, in_forward_mode, isolated, transforms
 from ..types import KV, Coords, Request, refuse_under_compile
 from .adapters import clean_name
@@ -37,8 +41,10 @@ class HeadStats(NamedTuple):
 
     - `max_logit`: the largest scaled logit, signed, before the score function; +inf if one was NaN
       or +inf; -inf if the head attended to nothing.
-    - `entropy`, `sink_mass`: the means over queries of those of `headway.AttentionOutput`; NaN if
-      no query attended to a key.
+    - `entropy`: the mean over the queries that attend to something of that of
+      `headway.AttentionOutput`; NaN if none did.
+    - `sink_mass`: the mean of that of `headway.AttentionOutput`, without a sink over the queries
+      that attend to the first key; NaN if none did.
     """
 
     max_logit: Tensor
@@ -313,7 +319,8 @@ class _Sums(NamedTuple):
     max_logit: Tensor  # float32, the maximum
     entropy: Tensor  # float64, the sum
     sink_mass: Tensor  # float64, the sum
-    queries: Tensor  # float64, how many attended to a key
+    queries: Tensor  # float64, how many attended to something
+    sink_queries: Tensor  # float64, how many could attend to the sink or the first key
 
     def and_then(self, other: "_Sums") -> "_Sums":
         """Return the statistics of both, on the device of these."""
@@ -323,7 +330,7 @@ class _Sums(NamedTuple):
 
     def means(self) -> HeadStats:
         """Return what a report says of them."""
-        entropy, sink_mass = (x / self.queries for x in (self.entropy, self.sink_mass))
+        entropy, sink_mass = self.entropy / self.queries, self.sink_mass / self.sink_queries
         return HeadStats(self.max_logit.clone(), entropy.float(), sink_mass.float())
 
 
@@ -332,20 +339,36 @@ def _measure(request: Request) -> _Sums:
     q, k, v = (x.detach() for x in (request.q, request.k, request.v))
     sink = None if request.sink is None else request.sink.detach()
     with isolated(as_called=True), torch.inference_mode(False), torch.no_grad():
+        options = {"scale": request.scale, "backend": request.backend}
         result = attention_with_stats(
-            q, k, v, request.score, request.mask, scale=request.scale, sink=sink,
-            backend=request.backend, entropy=True, sink_mass=True,
-        )  # fmt: skip
+            q, k, v, request.score, request.mask, sink=sink, entropy=True, sink_mass=True, **options
+        )
         _, lse, max_logit = result
+        of_first = lse
+        if sink is None:
+            mask = _with_first_key(request.mask)
+            of_first = attention_with_stats(q, k, v[..., :1], request.score, mask, **options).lse
         none = max_logit.new_full((1, max_logit.shape[1]), -math.inf)  # of an empty batch
         largest = torch.cat([max_logit, none]).amax(0).float()
         assert result.entropy is not None
         assert result.sink_mass is not None
         sums = (
             x.sum((0, 2), dtype=torch.float64)
-            for x in (result.entropy, result.sink_mass, lse != -math.inf)
+            for x in (result.entropy, result.sink_mass, lse != -math.inf, of_first != -math.inf)
         )
         return _Sums(largest.nan_to_num(math.inf, math.inf, -math.inf), *sums)
+
+
+def _with_first_key(mask: Any) -> MaskFn:
+    """Return the mask less all keys but the first of the sequence."""
+    mask = mask.mask if isinstance(mask, BlockMask) else mask
+    if isinstance(mask, PackedMask):
+        return replace(mask, mask=_with_first_key(mask.mask))
+    return _is_first_key if mask is None else Both(mask, _is_first_key)
+
+
+def _is_first_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return kv_idx == 0
 
 
 def _why_not(request: Request) -> str:
@@ -389,5 +412,5 @@ def _over_ranks(sums: dict[str, _Sums], process_group: Any) -> dict[str, _Sums]:
     distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=process_group)
     distributed.all_reduce(others, group=process_group)
     heads = [count for _, count in own]
-    columns = (x.split(heads) for x in (largest, *others.chunk(3)))
+    columns = (x.split(heads) for x in (largest, *others.chunk(4)))
     return dict(zip(sums, map(_Sums, *columns), strict=True))

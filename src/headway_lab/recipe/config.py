@@ -93,6 +93,10 @@ class TrainConfig:
     """Part of the steps in which the learning rates fall to zero at the end."""
     eval_every: int = 50
     """Steps between evaluations on a part of the held-out files. The last step uses all."""
+    stats_every: Annotated[
+        int | None, default_words("50, or 0 with sdpa and where devices split a sequence")
+    ] = None
+    """Steps between measurements of the entropy and sink mass of every head. 0: none."""
     save_every: int = 100
     """Steps between checkpoints. The end of the run, Ctrl-C and SIGTERM also write one."""
     seed: int = 0
@@ -134,11 +138,24 @@ class TrainConfig:
             "steps": 18 * self.depth**2, "lr": RATES[self.optimizer](self.depth),
             "qk_clip_tau": 100.0 if self.optimizer == "muonclip" else None,
             "threads": torch.get_num_threads(),
+            "stats_every": 0 if self.why_no_statistics() else 50,
         }  # fmt: skip
         open_settings = {n: x for n, x in defaults.items() if getattr(self, n) is None}
         settings = Settings(**vars(self) | open_settings)
         settings.check()
         return settings
+
+    @property
+    def ranks_of_sequence(self) -> int:
+        """Return how many devices split one sequence."""
+        return self.devices if self.context_parallel is None else self.context_parallel
+
+    def why_no_statistics(self) -> str:
+        """Return the setting with which entropies cannot be measured; empty if they can."""
+        if self.implementation == "sdpa":
+            return "--implementation sdpa"
+        over = self.ranks_of_sequence
+        return f"{over} devices that split one sequence (--context-parallel)" * (over > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +168,7 @@ class Settings(TrainConfig):
     steps: int
     lr: float
     threads: int
+    stats_every: int
 
     def model(self) -> ModelConfig:
         """Return the sizes of the network."""
@@ -166,7 +184,12 @@ class Settings(TrainConfig):
             _at_least(name, getattr(self, name), 1)
         _at_least("context", self.context, SHORTEST)
         _at_least("sample_bytes", self.sample_bytes, 0)
-        over = self.devices if self.context_parallel is None else self.context_parallel
+        _at_least("stats_every", self.stats_every, 0)
+        if self.stats_every and (why := self.why_no_statistics()):
+            raise ArgumentError(
+                f"--stats-every {self.stats_every} with {why}: pass --stats-every 0"
+            )
+        over = self.ranks_of_sequence
         if over < 1 or self.devices % over or self.batch % (self.devices // over):
             raise ArgumentError(
                 f"--context-parallel {over} must divide --devices {self.devices}, and --batch "
@@ -256,7 +279,7 @@ def from_json(values: dict[str, Any]) -> Settings:
     later = (
         "devices", "context_parallel", "softcap", "mask", "implementation", "text", "sample_bytes",
     )  # fmt: skip
-    values = {name: getattr(TrainConfig, name) for name in later} | values
+    values = {"stats_every": 0, **{n: getattr(TrainConfig, n) for n in later}, **values}
     if absent := {field.name for field in fields(Settings)} - set(values):
         raise TypeError(f"settings missing: {', '.join(sorted(absent))}")
     paths: dict[str, Any] = {k: values[k] and Path(values[k]) for k in ("corpus", "runs")}

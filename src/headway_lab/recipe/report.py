@@ -36,6 +36,7 @@ class Report:
         self.total = total
         self.every = max(1, total // LINES)
         self.held_out = ""  # the last look at the held-out files, and when it was
+        self.heads = ""  # and at the statistics of heads
         self.bar = _TwoLines(
             TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None),
             TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(elapsed_when_finished=True),
@@ -63,10 +64,31 @@ class Report:
             text += f"  max logit {max(map(max, record['max_logit'])):.1f}"
         if record.get("clipped_heads"):
             text += f", {record['clipped_heads']} clipped"
-        self.bar.update(self.task, completed=step, description=text)
+        if "entropy" in record:
+            self.heads = f"\n{heads_line(record)} at step {step}"
+        self.bar.update(self.task, completed=step, description=text + self.heads)
         if not self.console.is_terminal and (step % self.every == 0 or step == self.total):
             seconds_left = (self.total - step) * record["tokens"] / record["tokens_per_second"]
-            say(self.console, f"step {step}/{self.total}  {text}  {seconds_left:.0f} s left")
+            say(
+                self.console,
+                f"step {step}/{self.total}  {text}  {seconds_left:.0f} s left{self.heads}",
+            )
+            self.heads = ""
+
+
+def heads_line(record: dict[str, Any]) -> str:
+    """Return the least and the largest entropy and the largest sink mass, with their heads."""
+
+    def shown(name: str, choose: Any) -> str:
+        value, layer, head = choose(
+            (value, layer, head)
+            for layer, of_layer in enumerate(record[name])
+            for head, value in enumerate(of_layer)
+        )
+        return f"{value:.2f} (layer {layer} head {head})"
+
+    entropies = f"{shown('entropy', min)} to {shown('entropy', max)}"
+    return f"  entropy {entropies}  sink mass up to {shown('sink_mass', max)}"
 
 
 def print_start(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.distributed import Layout
 from headway.errors import CheckpointError
-from headway.stability import logit_stats, reset_logit_stats
+from headway.stability import logit_stats, monitor, reset_logit_stats
 from headway.types import acc_dtype
 
 from . import plots
@@ -169,7 +169,9 @@ def _train_step(
     # Counted on the host, so that nothing waits for the device before the step's end.
     predictions, text_bytes = int((batch.targets >= 0).sum()), _count_bytes(batch.targets)
     local_batch, layout = ranks.cut(batch.to(torch.device(settings.device)))
-    nats = _forward(model, local_batch, settings, layout)
+    measured = settings.stats_every and step % settings.stats_every == 0
+    with monitor(model) if measured else nullcontext() as watch:
+        nats = _forward(model, local_batch, settings, layout)
     # The mean over the predictions of all ranks; FSDP divides by the number of ranks.
     loss = nats.sum() / predictions
     (loss * ranks.count).backward()
@@ -185,6 +187,10 @@ def _train_step(
         "max_logit": [s.tolist() for s in stats.values()],
         "tokens": batch.tokens.numel(),
     }
+    if watch is not None:
+        heads = watch.report(ranks.group).values()
+        record["entropy"] = [head.entropy.tolist() for head in heads]
+        record["sink_mass"] = [head.sink_mass.tolist() for head in heads]
     if clipped is not None:
         record["gamma"] = [g.tolist() for g in clipped.gamma.values()]
         record["clipped_heads"] = int(clipped.count)
@@ -266,8 +272,11 @@ def _restore(run: Run, model: Transformer, optimizers: Optimizers, ranks: Ranks)
 
 def _check_unchanged(run: Run, settings: Settings) -> None:
     # Where the run lies is no setting of it: folders can be moved and renamed. Nor is on how many
-    # devices it goes on.
-    ignored = {"name": run.name, "runs": settings.runs, "devices": 1, "context_parallel": None}
+    # devices it goes on, or what is measured beside it.
+    ignored = {
+        "name": run.name, "runs": settings.runs, "devices": 1, "context_parallel": None,
+        "stats_every": 0,
+    }  # fmt: skip
     if difference := changed(replace(settings, **ignored), replace(run.settings(), **ignored)):
         raise RunError(
             f"--resume continues {run.name} as it was started, but asked for {difference}; leave "
