@@ -76,6 +76,7 @@ def trained_together(texts: Path, world: int) -> None:
     for optimizer in ("muon", "muonclip"):
         given = {"optimizer": optimizer, "devices": world}
         train(config(texts, name=f"{optimizer}-{world}", **given), console=QUIET)
+    train(config(texts, name="rows", devices=world, context_parallel=1), console=QUIET)
 
 
 def data_and_context(texts: Path, world: int) -> None:
@@ -106,6 +107,10 @@ def test_losses_are_those_of_one_process(texts):
         assert math.isclose(*bits, rel_tol=within)
         for a, b in zip(one["max_logit"], both["max_logit"], strict=True):
             assert torch.tensor(a).allclose(torch.tensor(b), rtol=max(within, 1e-6))
+    close(losses(runs, "muon"), losses(runs, "rows"))
+    one, both = (Run.find(runs, name).read_metrics()[0] for name in ("muon", "rows"))
+    for name in ("max_logit", "entropy", "sink_mass"):
+        assert torch.tensor(one[name]).allclose(torch.tensor(both[name]), rtol=1e-5), name
     assert (runs / "muon-2" / "checkpoints" / "step-000006").is_dir()
     assert (runs / "muon-2" / "model.safetensors").exists()
 

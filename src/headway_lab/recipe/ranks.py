@@ -80,6 +80,8 @@ class Ranks:
             size = len(batch.ids) // self.rows
             parts = [x[self.row * size : (self.row + 1) * size] for x in parts]
         tokens, targets, ids = parts
+        if self.cp.size() == 1:
+            return Batch(*parts), None
         tile = max(1, min(TILE, self.context // (4 * self.cp.size())))
         lengths = [_lengths(row) if self.documents else [self.context] for row in ids.cpu()]
         layout = Layout.of_lengths(lengths, self.cp, tile=tile)
