@@ -101,7 +101,8 @@ def attention(
                 keys=layout,
             )
         )
-    mask = mask if layout is not None else _or_none(mask, q, k)
+    if type(mask) is causal and layout is None:
+        mask = _or_none(mask, q, k)
     plainest = layout is None and score is None and sink is None and type(deterministic) is bool
     if plainest and (mask is None or type(mask) is causal):
         out = run_cpu_native(q, k, v, mask, scale, dropout, backend)
@@ -163,11 +164,14 @@ def attention_with_stats(
             ),
             wanted,
         )
-    mask = mask if layout is not None else _or_none(mask, q, k)
+    if type(mask) is causal and layout is None:
+        mask = _or_none(mask, q, k)
     request = Request(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
     request = request if layout is None else request._replace(keys=Layouts.of(layout))
+    if entropy is sink_mass is False:
+        return AttentionOutput(*run(request)[:3])
     request = asking_for(request, wanted)
     results = run(request)
     return with_statistics(request, AttentionOutput(*results[:3]), results, wanted)

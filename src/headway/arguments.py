@@ -51,7 +51,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
     if q.is_nested or k.is_nested or v.is_nested:
         check_dense(q=q, k=k, v=v)
-    if not q.dim() == k.dim() == v.dim() == 4:
+    if not q.ndim == k.ndim == v.ndim == 4:
         name, x = next((n, x) for n, x in zip("qkv", (q, k, v), strict=True) if x.dim() != 4)
         raise ArgumentError(
             f"{name} must be (batch, heads, length, width), got {shown(x)}; "

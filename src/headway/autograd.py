@@ -426,8 +426,10 @@ def infer(spec: Spec, call: Call) -> Forward:
 
 def _run_backend(run: Callable[[Spec, Call], Forward], spec: Spec, call: Call) -> Forward:
     """Return the results of a backend, with out in the memory order of q."""
-    out, *stats = run(spec, call)
-    return Forward(in_order_of(call.q, out), *stats)
+    results = run(spec, call)
+    if results.out.stride() == call.q.stride():
+        return results
+    return results._replace(out=in_order_of(call.q, results.out))
 
 
 def _attention_direct(spec: Spec, call: Call) -> Forward:

@@ -34,6 +34,7 @@ _signatures: LRUCache[CallSignature] = LRUCache(4096)
 _PLAIN = {Tensor, Parameter}  # a subclass may be anything
 _SCALES = {type(None), float, int}
 _FUNCTIONS = {FunctionType, MethodType}
+_BARE_FUNCTION = Parts("f", [], [], [], [])
 
 
 # The contents of a score or mask at one call: its parts, the tensors of its library values on q's
@@ -159,10 +160,14 @@ def _add_tensor(key: list, t: Any) -> None:
 
 def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
     """Add a score or mask to the key, except the values of floats, and return its contents."""
-    if type(mod) not in _FUNCTIONS and not isinstance(mod, Mod):
+    if type(mod) in _FUNCTIONS:
+        parts, functions = _BARE_FUNCTION, [mod]
+    elif isinstance(mod, Mod):
+        parts = parts_of(mod)  # type: ignore[bad-argument-type]
+        functions = parts.functions
+    else:
         raise _NotCached
-    parts = parts_of(mod)  # type: ignore[bad-argument-type]
-    structure, functions, tensors, ints, _ = parts
+    structure, _, tensors, ints, _ = parts
     key.append(structure)
     if ints:
         key += ints

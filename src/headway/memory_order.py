@@ -38,9 +38,21 @@ def _lies_in_order(q: Tensor, out: Tensor) -> bool:
 def exactly_in_order_of(q: Tensor, out: Tensor) -> Tensor:
     """Return `in_order_of` with the strides of `new_in_order_of`, those of dimensions of one entry
     included."""
+    if out.stride() == _exact_strides(q.stride(), out.shape):
+        return out
     order = _order_of(q)
     in_memory = out.permute(order)
     return in_memory.flatten().view(in_memory.shape).permute(_inverse(order))
+
+
+@lru_cache(maxsize=4096)
+def _exact_strides(of_q: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of `new_in_order_of`."""
+    strides, step = [0] * 4, 1
+    for n in reversed(_order(*of_q)):
+        strides[n] = step
+        step *= max(shape[n], 1)
+    return tuple(strides)
 
 
 def _order_of(q: Tensor) -> tuple[int, ...]:

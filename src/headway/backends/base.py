@@ -233,7 +233,8 @@ def launched(package: str, name: str) -> Callable[..., Any]:
 
 def graphs(spec: Spec) -> tuple[Graph | None, Graph | None]:
     """Return the graphs of the score and of the mask."""
-    return tuple(None if text is None else parse(text) for text in (spec.score, spec.mask))  # type: ignore[return-value]
+    score, mask = spec.score, spec.mask
+    return None if score is None else parse(score), None if mask is None else parse(mask)
 
 
 def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
