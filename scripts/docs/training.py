@@ -127,13 +127,13 @@ def logits() -> str | None:
         }
         there = {name: pair for name, pair in names.items() if pair[0] in arms()}
         if len(there) < 2:
-            return None
+            continue
         kind = kind.upper()
         largest_ones = {name: (arms()[arm].curve(largest), c) for name, (arm, c) in there.items()}
         panels.append(Panel(f"{kind}: largest logit", largest_ones, log=True, line=TAU))
         losses = {n: (arms()[arm].curve("bits_per_byte"), c) for n, (arm, c) in there.items()}
         panels.append(Panel(f"{kind}: bits per byte of the text read", losses, clip=0.98))
-    return figure(panels, "Largest logits and losses with QK-Clip and without")
+    return figure(panels, "Largest logits and losses with QK-Clip and without") if panels else None
 
 
 def scaling() -> str | None:
@@ -209,7 +209,7 @@ def reading(name: str) -> str:
         spread = arms()["sdpa-1"].held_out - arms()["sdpa-0"].held_out
         return (
             f"Headway's tokens/s are {faster[0]:.3f} and {faster[1]:.3f} times those of F.sdpa "
-            f"(seeds 0 and 1). Its held-out bits per byte differ by {_signed(apart[0])} and "
+            f"(seeds 0 and 1; the two runs of a seed had the same card). Its held-out bits per byte differ by {_signed(apart[0])} and "
             f"{_signed(apart[1])}; the two seeds of F.sdpa differ by {_signed(spread)}."
         )
     if name == "logits":
@@ -226,9 +226,9 @@ def reading(name: str) -> str:
 def table(names: Sequence[str]) -> str:
     """A row per arm."""
     rows = [
-        "| arm | held-out bits per byte | tokens/s | training | whole | largest logit | commit | "
-        "command |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| arm | held-out bits per byte | tokens/s | training | whole | largest logit | card | "
+        "commit | command |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in names:
         arm = arms()[name]
@@ -236,10 +236,14 @@ def table(names: Sequence[str]) -> str:
         rows.append(
             f"| {name} | {arm.held_out:.4f} | {head['tokens_per_second']:,} | "
             f"{head['seconds_training']:.0f} s | {head['seconds']:.0f} s | {peak} | "
-            f"`{head['commit'][:7]}` | "
-            f"`{head['command']}` |"
+            f"{card(head['device'])} | `{head['commit'][:7]}` | `{head['command']}` |"
         )
     return "\n".join(rows)
+
+
+def card(device: str) -> str:
+    """Return the short name of a card: H100 of "NVIDIA H100 80GB HBM3"."""
+    return device.removeprefix("NVIDIA ").split()[0]
 
 
 def scaling_table() -> str:

@@ -290,13 +290,20 @@ def test_a_wrong_peer_and_one_that_cannot_run_leave_a_line_each(fast, monkeypatc
     def refuse(case, x):
         raise Unavailable("no compiler here")
 
+    def break_down(case, x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 128.00 GiB.")
+
     monkeypatch.setitem(PEERS, "sdpa causal", wrong)
     monkeypatch.setitem(PEERS, "flex", replace(PEERS["flex"], prepare=refuse))
-    results = measure.measure_time(replace(SCORED, peers=("sdpa causal", "flex", "sdpa")), "cpu", 2)
+    monkeypatch.setitem(PEERS, "cudnn", replace(PEERS["sdpa"], prepare=break_down))
+    peers = ("sdpa causal", "flex", "cudnn", "sdpa")
+    results = measure.measure_time(replace(SCORED, peers=peers), "cpu", 2)
     by = {r.contestant: r for r in results}
     assert by["sdpa causal"].verdict == "wrong"
     assert by["sdpa causal"].median is None
     assert (by["flex"].verdict, by["flex"].note) == ("not run", "no compiler here")
+    assert by["cudnn"].verdict == "not run"
+    assert by["cudnn"].note.startswith("could not run: OutOfMemoryError: CUDA out of memory.")
     assert by["sdpa"].median is not None
     assert by["headway"].median is not None
 

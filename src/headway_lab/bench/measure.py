@@ -179,7 +179,8 @@ def _contestants(case: Case, inputs: CaseInputs) -> tuple[dict[str, Contestant],
             contestants[name] = Contestant(
                 peer.prepare(case, peer_inputs), peer_inputs, backward, peer
             )
-        except Unavailable as why:
+        except Exception as error:  # of a library of others, for example out of memory
+            why = error if isinstance(error, Unavailable) else Unavailable.because(error)
             notes.append(Result(case.name, "", name).not_run(why))
     return contestants, notes
 
