@@ -1,13 +1,16 @@
 """Counter-based dropout: the same pairs drop in forward and backward, on every backend and shard.
 
 Philox-4x32 with 7 rounds (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3, SC'11)
-turns a counter into four 32-bit words. The layout, pinned by golden vectors in the tests:
+turns a counter into four 32-bit words, and a word decides two pairs. The layout, pinned by golden
+vectors in the tests:
 
     key     = (seed mod 2^32, seed / 2^32)
-    counter = (j / 4, i, h, b)        global positions, query head and batch index
-    word    = j mod 4
+    counter = (i without bit 3, j without bits 3 and 0, h, b)    global positions, query head, batch
+    word    = 2 (bit 3 of i) + (bit 3 of j)
+    half    = bit 0 of j: 0 is the lower one
 
-A pair is kept where its word is at least p * 2^32.
+A pair is kept where its 16 bits are at least `threshold(p)`. These eight pairs are what one thread
+has of a tensor core's product of queries and keys, two neighbours of each row in one register.
 """
 
 import torch
@@ -53,22 +56,35 @@ def seed_not_saved(budget: str) -> BackendRefused:
 
 
 def threshold(p: float) -> int:
-    """Return the number below which a word drops its pair."""
-    return round(p * 2**32)
+    """Return the number below which 16 bits drop their pair: p in units of 2^-16. Only 0 rounds to
+    nothing dropped, and only 1 to nothing kept."""
+    return round(p * 2**16) if p in (0, 1) else min(max(round(p * 2**16), 1), 2**16 - 1)
+
+
+def kept_factor(p: float) -> float:
+    """Return what the pairs that are kept are multiplied with. It is 1 / (1 - p) of the rounded p,
+    so that the mean over seeds is attention without dropout."""
+    return 2**16 / (2**16 - threshold(p)) if p < 1 else 0.0
 
 
 def keep(p: float, seed: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Return which pairs survive dropout with probability `p`, bool, of the shape of the
     positions."""
     seed = seed.to(torch.int64)
-    key = (seed & _LOW, seed >> 32 & _LOW)
-    rest = (q_idx & _LOW, h & _LOW, b & _LOW)
-    if kv_idx.numel() == kv_idx.shape[-1]:
-        # One counter serves four keys: compute each once, then pick the words.
-        groups, which = torch.unique(kv_idx.flatten() >> 2, return_inverse=True)
-        words = philox(torch.broadcast_tensors(groups & _LOW, *rest), key)
-        columns = which * 4 + (kv_idx.flatten() & 3)
-        return torch.stack(words, dim=-1).flatten(-2)[..., columns] >= threshold(p)
-    words = philox(torch.broadcast_tensors(kv_idx >> 2 & _LOW, *rest), key)
-    word_index = (kv_idx & 3).expand_as(words[0])[..., None]
-    return torch.stack(words, dim=-1).gather(-1, word_index)[..., 0] >= threshold(p)
+    word = q_idx >> 2 & 2 | kv_idx >> 3 & 1
+    if q_idx.dim() > 1 and q_idx.numel() == q_idx.shape[-2] and kv_idx.numel() == kv_idx.shape[-1]:
+        # One counter serves eight pairs: compute each once, then pick the words.
+        rows, row = torch.unique(q_idx.flatten() & ~8, return_inverse=True)
+        columns, column = torch.unique(kv_idx.flatten() & ~9, return_inverse=True)
+        words = _words(rows[:, None], columns, h, b, seed)
+        bits = words[..., row[:, None], column, word.reshape(len(row), len(column))]
+    else:
+        words = _words(q_idx & ~8, kv_idx & ~9, h, b, seed)
+        bits = words.gather(-1, word.expand(words.shape[:-1])[..., None])[..., 0]
+    return (bits >> (kv_idx & 1) * 16 & 0xFFFF) >= threshold(p)
+
+
+def _words(i: Tensor, j: Tensor, h: Tensor, b: Tensor, seed: Tensor) -> Tensor:
+    """Return the four words of counters, in a last dimension of their own."""
+    counter = torch.broadcast_tensors(*(x & _LOW for x in (i, j, h, b)))
+    return torch.stack(philox(counter, (seed & _LOW, seed >> 32 & _LOW)), dim=-1)

@@ -316,9 +316,9 @@ class Coords(NamedTuple):
     # Integers: the position of every query and key, on q's device (`arguments.check_coords`).
     q_pos: Tensor | None = None  # (q_len,) or (b, q_len)
     kv_pos: Tensor | None = None  # (kv_len,) or (b, kv_len)
-    # The caller promises that positions are consecutive within every 128 rows, and in 0 to this
-    # number, which is not included. Kernels then count instead of reading q_pos and kv_pos. 0: no
-    # promise.
+    # The caller promises that positions are consecutive within every 128 rows, of which the first
+    # is at a multiple of 16, and in 0 to this number, which is not included. Kernels then count
+    # instead of reading q_pos and kv_pos. 0: no promise.
     straight_below: int = 0
 
     def positions(self, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -55,14 +55,14 @@ def _keep(p: float, seed: int, b=(0, 1), h=(0, 1), i=(0, 1), j=(0, 1)) -> torch.
 
 
 GOLDEN = [  # of batch 1, heads 2 and 3, queries 5 to 8, keys 0 to 15: "#" stays
-    "#......#.#...#..",
-    "...##.........#.",
-    "........#.#.###.",
-    ".###..###...###.",
-    "..#..##.###.#...",
-    "..##...#.....#..",
-    "#...###.#..##.#.",
-    ".##.#.....#..##.",
+    "...##.#...#...#.",
+    "#.####.####.#.##",
+    "#####.###...#..#",
+    ".#.#.##.##.##..#",
+    "#....##...#.####",
+    "#####.#.#..#.#.#",
+    ".####..##.##..#.",
+    "#..###.#.#.#..##",
 ]
 
 
@@ -90,19 +90,52 @@ def test_keep_with_positions_per_batch():
     )
 
 
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [2.0**-16, 0.01, 0.1, 0.5, 0.9, 1 - 2.0**-16])
 def test_frequency(p):
     kept = _keep(p, SEED, b=(0, 2), h=(0, 4), i=(0, 256), j=(0, 256)).double()
     n = kept.numel()
+    p = dropout.threshold(p) / 2**16
     spread = math.sqrt(p * (1 - p) / n)
     assert abs(kept.mean().item() - (1 - p)) < 5 * spread
-    # No two heads, batches, rows or seeds drop alike.
+    # No two heads, batches, rows, columns or seeds drop alike: nor pairs of one Philox call.
     others = [kept.roll(1, dim) for dim in range(4)]
+    others += [kept.roll(by, (-2, -1)) for by in ((8, 0), (0, 8), (8, 8), (8, 1), (1, 8), (0, 16))]
     others.append(_keep(p, SEED + 1, b=(0, 2), h=(0, 4), i=(0, 256), j=(0, 256)).double())
     others.append(_keep(p, SEED + 2**32, b=(0, 2), h=(0, 4), i=(0, 256), j=(0, 256)).double())
     for other in others:
         correlation = ((kept - (1 - p)) * (other - (1 - p))).mean().item() / (p * (1 - p))
         assert abs(correlation) < 5 / math.sqrt(n)
+
+
+def test_the_eight_pairs_of_a_call_are_independent():
+    """Each of 256 patterns is as frequent as any other, and so are the numbers dropped of rows and
+    of columns what their binomial distributions say."""
+    kept = _keep(0.5, SEED, h=(0, 8), i=(0, 256), j=(0, 256))[0].long()
+    eight = kept.view(8, 16, 2, 8, 16, 2, 4, 2).permute(0, 1, 3, 4, 6, 2, 5, 7).reshape(-1, 8)
+    counts = (eight << torch.arange(8)).sum(1).bincount(minlength=256).double()
+    mean = len(eight) / 256
+    assert (((counts - mean) ** 2).sum() / mean - 255) < 5 * math.sqrt(2 * 255)
+    kept = _keep(0.1, SEED, h=(0, 8), i=(0, 512), j=(0, 512))[0].double()
+    for dim in (1, 2):
+        dropped = 512 - kept.sum(dim)
+        p = dropout.threshold(0.1) / 2**16
+        assert abs(dropped.var().item() / (512 * p * (1 - p)) - 1) < 5 * math.sqrt(2 / 4096)
+
+
+@pytest.mark.parametrize(
+    ("p", "units"),
+    [(0.0, 0), (1e-300, 1), (1e-9, 1), (2.0**-16, 1), (0.1, 6554), (0.5, 2**15),
+     (1 - 1e-9, 2**16 - 1), (1.0, 2**16)],
+)  # fmt: skip
+def test_rates_are_multiples_of_2_to_the_minus_16(p, units):
+    """Only 0 drops nothing, and only 1 everything; what is kept is scaled by the rate in force."""
+    assert dropout.threshold(p) == units
+    assert dropout.kept_factor(p) == (2**16 / (2**16 - units) if p < 1 else 0.0)
+    v = torch.ones(1, 1, 64, 8, dtype=torch.float64)
+    out = hw.attention(torch.zeros_like(v), torch.zeros_like(v), v, dropout=p, seed=SEED)
+    kept = _keep(p, SEED, i=(0, 64), j=(0, 64))
+    right = kept.double().mean(-1)[..., None] * dropout.kept_factor(p)
+    torch.testing.assert_close(out, right.expand_as(out), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -115,9 +148,13 @@ def test_both_directions_drop_the_same_pairs(backend, length):
     v = one.clone().requires_grad_()
     out = hw.attention(q, k, v, dropout=p, seed=SEED, backend=backend)
     (dv,) = torch.autograd.grad(out, v, one)
-    kept = oracle.keep(p, SEED, *oracle.grid(b, h, length, length)).double()
-    torch.testing.assert_close(out, kept / (1 - p) / length, rtol=1e-12, atol=0)
-    torch.testing.assert_close(dv.mT, kept / (1 - p) / length, rtol=1e-12, atol=0)
+    kept = oracle.keep(p, SEED, *oracle.grid(b, h, length, length))
+    torch.testing.assert_close(
+        out, oracle.factor(kept, p, torch.float64) / length, rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        dv.mT, oracle.factor(kept, p, torch.float64) / length, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

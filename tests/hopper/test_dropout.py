@@ -59,9 +59,15 @@ def expected(p, seed, q_len, kv_len, coords, mask=None, hq=2):
 
 POSITIONS = {
     "whole": Coords(),
-    "offsets": Coords(b=3, h=5, q=1001, kv=204),
-    "far": Coords(b=2**20, h=2**10, q=2**31 - 60, kv=2**31 - 64),
-    "not at a four": Coords(q=7, kv=3),
+    "offsets": Coords(b=3, h=5, q=1008, kv=208),
+    "far": Coords(b=2**20, h=2**10, q=2**31 - 64, kv=2**31 - 48),
+    "queries not at a sixteen": Coords(b=3, h=5, q=1001, kv=208),
+    "keys not at a sixteen": Coords(q=1008, kv=204),
+    "straight": Coords(
+        q_pos=torch.arange(384).view(3, 128)[[2, 0, 1]].flatten()[:130],
+        kv_pos=torch.arange(512).view(4, 128)[[3, 1, 0, 2]].flatten()[:200],
+        straight_below=512,
+    ),
     "queries one by one": Coords(q_pos=torch.arange(400).flip(0)[:130]),
     "keys one by one": Coords(kv_pos=torch.arange(400).flip(0)[:200]),
 }
@@ -84,7 +90,8 @@ def test_the_pairs_of_the_definition(where, way, simulated):
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("p", [1e-12, 1e-9, 0.5, 1 - 2.0**-34, 1.0])
 def test_rates_at_the_ends(p, way, simulated):
-    """Below 2^-33 every word keeps its pair, and above 1 - 2^-33 none; 0.5 is the sign of a word."""
+    """What is nearly 0 drops one pair of 2^16, what is nearly 1 keeps one; 0.5 is the sign of 16
+    bits."""
     kept = pattern(p, SEED, 70, 90, 64, Coords(), hq=1, way=way)
     assert torch.equal(kept, expected(p, SEED, 70, 90, Coords(), hq=1))
 
@@ -101,6 +108,7 @@ def test_statistics_are_those_of_all_pairs(simulated):
 
 
 PHILOX = simulator.LOADED.dropout._philox
+MARK = simulator.LOADED.dropout._mark
 MUTANTS = {
     "neighbouring words": (
         "_philox",
@@ -110,9 +118,11 @@ MUTANTS = {
         "_philox",
         lambda *given: (lambda a, b, c, d: (c, d, a, b))(*PHILOX(*given)),
     ),
-    "the next four": ("_philox", lambda group, *given: PHILOX(group + 1, *given)),
-    "the next query": ("_philox", lambda group, i, *given: PHILOX(group, i + 1, *given)),
-    "head for row": ("_philox", lambda group, i, h, b, *given: PHILOX(group, i, b, h, *given)),
+    "the next keys": ("_philox", lambda i, j, *given: PHILOX(i, j + 2, *given)),
+    "the next query": ("_philox", lambda i, *given: PHILOX(i + 1, *given)),
+    "keys for queries": ("_philox", lambda i, j, *given: PHILOX(j, i, *given)),
+    "head for row": ("_philox", lambda i, j, h, b, *given: PHILOX(i, j, b, h, *given)),
+    "halves exchanged": ("_mark", lambda word, *given: MARK(word << 16 | word >> 16, *given)),
     "a round less": ("ROUNDS", 6),
     "factors exchanged": ("MUL_0", simulator.LOADED.dropout.MUL_1),
 }

@@ -445,7 +445,7 @@ class Language(types.ModuleType):
     constexpr = staticmethod(lambda x: x)
     static_range = staticmethod(range)
     to_tensor = staticmethod(lambda x: x)
-    convert_layout = staticmethod(lambda x, layout: x)
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     SliceLayout = staticmethod(lambda *a, **k: None)
     BlockedLayout = SwizzledSharedLayout = NVMMASharedLayout = SliceLayout
     NVMMADistributedLayout = DotOperandLayout = DistributedLinearLayout = SliceLayout
@@ -480,6 +480,16 @@ class Language(types.ModuleType):
         if product := re.search(r"mul\.wide\.u32 x, \$2, (\d+);", asm):
             x = (torch.as_tensor(args[0]).long() & 0xFFFFFFFF) * int(product[1])
             return _plain(x.int()), _plain((x >> 32).int())
+        if "min.u16x2" in asm:  # `_mark` of dropout
+            word, threshold, below, number, marks = (torch.as_tensor(x).long() for x in args)
+            both = [(threshold >> n & 0xFFFF, below >> n & 0xFFFF) for n in (0, 16)]
+            halves = [
+                torch.maximum(torch.minimum(word >> n & 0xFFFF, top), less) << n
+                for n, (top, less) in zip((0, 16), both, strict=True)
+            ]
+            return _plain((sum(halves) * number + marks).int())
+        if "f16x2.f32" in asm:  # `drop_pairs` of dropout
+            return args[0].to(options["dtype"]) * args[1].view(options["dtype"])
         if "global" in asm:
             return inline_assembly.elementwise(asm, constraints, args, _add)
         if not asm.startswith("tanh.approx.f32 "):

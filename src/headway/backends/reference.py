@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..dropout import keep
+from ..dropout import keep, kept_factor
 from ..mods.evaluation.derivative import differentiable_gathers, joint, with_tangent
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..types import KV, Coords, Dual, Forward, Grads, Spec, Tangents, acc_dtype
@@ -221,8 +221,8 @@ def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     factor = torch.ones_like(s)
     if spec.dropout > 0:
         assert call.seed is not None
-        factor = keep(spec.dropout, call.seed, **positions.values).to(s.dtype)
-        factor /= max(1 - spec.dropout, 1e-300)
+        kept = keep(spec.dropout, call.seed, **positions.values)
+        factor = kept.to(s.dtype) * kept_factor(spec.dropout)
     return s, t, keep_mask, factor
 
 

@@ -83,6 +83,8 @@ def _extreme(of_numbers: Callable, of_any: Callable) -> Callable[[Lanes], Step]:
     """Of two or three. Of a number and a NaN the number is taken, unless told otherwise."""
 
     def made(lanes: Lanes) -> Step:
+        if lanes.words[-1] == "u16x2":
+            return _whole_halves(of_any, lanes)
         words, lanes.words = lanes.words, tuple(w for w in lanes.words if w not in ("NaN", "relu"))
         by = of_numbers if words[-1][0] == "f" and "NaN" not in words else of_any
 
@@ -95,6 +97,20 @@ def _extreme(of_numbers: Callable, of_any: Callable) -> Callable[[Lanes], Step]:
         return _by(step)(lanes)
 
     return made
+
+
+def _whole_halves(function: Callable, lanes: Lanes) -> Step:
+    """Of pairs of whole numbers of 16 bits in a register."""
+    if len(lanes.words) != 2:
+        raise lanes.unknown()
+    a, b = (lanes.get(x, "u32") for x in lanes.operands[1:])
+    out = lanes.put(lanes.operands[0], "u32")
+    halves = lambda x: np.ascontiguousarray(lanes.each(x)).view(np.uint16)
+
+    def step() -> None:
+        out[:] = function(halves(a), halves(b)).view(np.uint32)
+
+    return lanes.done(step)
 
 
 # -- numbers of 16 bits, and pairs in a register ---------------------------------------------------

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...dropout import keep
+from ...dropout import keep, kept_factor
 from ...mods.evaluation.derivative import differentiable_gathers, joint
 from ...mods.evaluation.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...mods.graph import Graph
@@ -106,11 +106,11 @@ class PairBlock:
         )  # fmt: skip
 
     def dropout_factors(self) -> Tensor:
-        """Return keep / (1 - p)."""
+        """Return what dropout multiplies the pairs with."""
         p = self.spec.dropout
         assert self.call.seed is not None
         keep_mask = keep(p, self.call.seed, **self.pair_positions.values)
-        return keep_mask.to(self.acc).mul_(1 / (1 - p) if p < 1 else 0.0)
+        return keep_mask.to(self.acc).mul_(kept_factor(p))
 
     def full_sized(self, t: Tensor | float, distinct_from: list | None = None) -> Tensor:
         """Return a score as a block that may be overwritten and is none of `distinct_from`."""

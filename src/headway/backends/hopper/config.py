@@ -246,8 +246,8 @@ class KernelConfig:
     # A few hundred bytes of shared memory are left for conversions of layouts.
     scarce_smem: bool = False
 
-    # Dropout: fours of keys begin at multiples of 4 (device/dropout.py).
-    keys_in_fours: bool = False
+    # Dropout: sixteens of queries and of keys begin at multiples of 16 (device/dropout.py).
+    in_sixteens: bool = False
 
     # Relative-bias tables that the score reads (device/relative_bias.py).
     relative_biases: int = 0

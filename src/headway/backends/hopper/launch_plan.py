@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from ...dropout import threshold
+from ...dropout import kept_factor, threshold
 from ...errors import BackendRefused
 from ...mods.graph import Graph
 from ...types import Spec
@@ -89,9 +89,9 @@ class HopperPlan(BasePlan):
             "has_abs": self.generated.has_abs, "abs_only": self.generated.abs_only,
             "monotone": (self.score_gain or 0.0) > 1e-6 and spec.scale > 1e-6,
         }  # fmt: skip
-        self.last_dropped = threshold(spec.dropout) - 1  # of all words; -1: each keeps its pair
-        drops = self.last_dropped >= 0
-        self.keys_in_fours = drops and call.coords.kv_pos is None and call.coords.kv % 4 == 0
+        in_order = call.coords.q_pos is None is call.coords.kv_pos
+        starts_even = call.coords.q % 16 == 0 == call.coords.kv % 16
+        self.in_sixteens = spec.dropout > 0 and starts_even and (in_order or self.straight)
         self.hoisted: dict[str, Any] = {
             field: self.function(name) for field, name in HOISTED.items()
         }
@@ -145,7 +145,7 @@ class HopperPlan(BasePlan):
 
     def seed_of(self, call: Call) -> list[Tensor]:
         """Return the seed, where there is dropout."""
-        if self.last_dropped < 0:
+        if self.spec.dropout == 0:
             return []
         assert call.seed is not None
         return [call.seed.to(self.device)]
@@ -153,11 +153,12 @@ class HopperPlan(BasePlan):
     def dropout_of(self, seed: list[Any]) -> dropout.DropoutArgs | None:
         """Return the arguments of dropout, taking what `seed_of` gave from the front of a list of
         tensors."""
-        if self.last_dropped < 0:
-            return None
         p = self.spec.dropout
-        bits = self.last_dropped - (2**32 if self.last_dropped >= 2**31 else 0)
-        return dropout.DropoutArgs(seed.pop(0), bits, 1 / (1 - p) if p < 1 else 0.0)
+        if p == 0:
+            return None
+        limit = min(threshold(p), 0xFFFF)  # where nothing is kept, the factor is 0
+        both = limit * 0x10001 - (2**32 if limit >= 2**15 else 0)
+        return dropout.DropoutArgs(seed.pop(0), both, kept_factor(p))
 
     def is_causal(self) -> bool:
         """Return whether the mask is `causal()`: tile rows are of all lengths."""

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 import triton
 
 from ...blocks import TILE
-from ...dropout import threshold
+from ...dropout import kept_factor, threshold
 from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
@@ -74,10 +74,7 @@ class Plan(BasePlan):
         self.static = (
             self.hq, self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale
         )  # fmt: skip
-        limit = threshold(spec.dropout)
-        self.dropout = (
-            min(limit, 2**32 - 1), 1 / (1 - spec.dropout) if limit < 2**32 else 0.0
-        )  # fmt: skip
+        self.dropout = threshold(spec.dropout), kept_factor(spec.dropout)
         rows = -(-self.q_len // tile.WORKSPACE_ROWS) * tile.WORKSPACE_ROWS
         self.workspace = BackwardWorkspace((*q.shape[:3], self.dv), rows, 0, self.device)
         d, dv = pieces(self.d), pieces(self.dv)

@@ -75,11 +75,11 @@ class ModArguments(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The arguments of dropout: a pair whose Philox word is below `threshold` is dropped."""
+    """The arguments of dropout: a pair whose 16 bits are below `threshold` is dropped."""
 
     seed: Any  # pointer
     threshold: Any
-    factor: Any  # 1 / (1 - p)
+    factor: Any  # of the pairs that are kept
 
 
 # -- loads and products ---------------------------------------------------------------------------
@@ -243,16 +243,18 @@ def with_tile_origin(captured, coords, q_index, kv_index):
 
 @triton.jit
 def dropout_keep(dropout, pairs):
-    """Return the pairs that survive: Philox-4x32 on (j / 4, i, h, b), word j mod 4
-    (`headway.dropout`)."""
-    j = (pairs.kv_idx & 3).to(tl.int32)
-    group, i = tl.broadcast((pairs.kv_idx >> 2).to(tl.int32), pairs.q_idx.to(tl.int32))
-    head = group * 0 + tl.cast(pairs.h, tl.int32)
-    row = group * 0 + tl.cast(pairs.b, tl.int32)
-    words = tl.philox(tl.load(dropout.seed), group, i, head, row, _ROUNDS)
-    low_word = tl.where(j == 0, words[0], words[1])
-    high_word = tl.where(j == 2, words[2], words[3])
-    return tl.where(j < 2, low_word, high_word).to(tl.uint32).to(tl.int64) >= dropout.threshold
+    """Return the pairs that survive (`headway.dropout`); each makes a call of its own."""
+    q_idx, kv_idx = pairs.q_idx.to(tl.int32), pairs.kv_idx.to(tl.int32)
+    i, j = tl.broadcast(q_idx & ~8, kv_idx & ~9)
+    h = i * 0 + tl.cast(pairs.h, tl.int32)
+    b = i * 0 + tl.cast(pairs.b, tl.int32)
+    words = tl.philox(tl.load(dropout.seed), i, j, h, b, _ROUNDS)
+    is_left = (kv_idx & 8) == 0
+    upper_rows, lower_rows = (
+        tl.where(is_left, words[0], words[1]), tl.where(is_left, words[2], words[3])
+    )  # fmt: skip
+    word = tl.where((q_idx & 8) == 0, upper_rows, lower_rows).to(tl.uint32)
+    return ((word >> ((kv_idx & 1) * 16)) & 0xFFFF).to(tl.int32) >= dropout.threshold
 
 
 _ROUNDS = tl.constexpr(ROUNDS)

@@ -154,8 +154,10 @@ def coords_of(
     batch row and query head `offsets` on."""
     (i, q_pos), (j, kv_pos) = _positions(q_ranges, device), _positions(kv_ranges, device)
     straight_below = 0
-    reads_positions = q_pos is not None or kv_pos is not None
-    if reads_positions and contiguous_in_tiles(q_ranges) and contiguous_in_tiles(kv_ranges):
+    sides = (q_pos, q_ranges), (kv_pos, kv_ranges)
+    read = [ranges for pos, ranges in sides if pos is not None]
+    in_tiles = contiguous_in_tiles(q_ranges) and contiguous_in_tiles(kv_ranges)
+    if read and in_tiles and not any((ranges[:, 0] % 16).any() for ranges in read):
         straight_below = int(max(ranges[:, 1].max(initial=0) for ranges in (q_ranges, kv_ranges)))
     return Coords(*offsets, i, j, q_pos, kv_pos, straight_below)
 

@@ -7,7 +7,7 @@ import triton
 
 from .. import config
 from ..device.affine_score import affine_exponent
-from ..device.dropout import bits_of_keys, calls_of_keys, kept_of_keys, kept_one_by_one
+from ..device.dropout import bits_of_keys, kept_of_keys, kept_one_by_one
 from ..device.gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma
 from ..device.hoisted import (
     HoistedRows,
@@ -273,12 +273,10 @@ def _times_derivative(p, derivative, UNBOUNDED: gl.constexpr):
 def draw_bits(n, zero, pairs, CONFIG: gl.constexpr):
     """Return `bits_of_keys` for the queries from n on; () where each pair makes a call of its
     own. `zero`: from `opaque_zero`."""
-    if CONFIG.keys_in_fours:
-        calls: gl.constexpr = gl.SliceLayout(0, calls_of_keys(CONFIG.block))
-        octet = gl.arange(0, CONFIG.block // 8, layout=gl.SliceLayout(1, calls))
-        span = (8 * octet)[:, None] + gl.arange(0, 8, layout=gl.SliceLayout(0, calls))[None, :]
-        b, h, q_idx = _locate_queries(n, span, pairs, CONFIG)
-        return bits_of_keys(b, h, q_idx, pairs.first_kv + zero, pairs.mods.dropout, CONFIG.block)
+    if CONFIG.in_sixteens:
+        b, h, first_q = _locate_queries(n, pairs, CONFIG)
+        first_kv = pairs.first_kv + zero
+        return bits_of_keys(b, h, first_q, first_kv, pairs.mods.dropout, CONFIG.block)
     else:
         return ()
 
@@ -286,23 +284,25 @@ def draw_bits(n, zero, pairs, CONFIG: gl.constexpr):
 @gluon.jit
 def kept_pairs(bits, n, pairs, CONFIG: gl.constexpr):
     """Return which pairs of the queries from n on dropout keeps. `bits`: from `draw_bits`."""
-    if CONFIG.keys_in_fours:
+    if CONFIG.in_sixteens:
         return kept_of_keys(bits, CONFIG.block)
     else:
+        coords = pairs.mods.coords
+        b, h, first_q = _locate_queries(n, pairs, CONFIG)
         span = gl.arange(0, CONFIG.block, layout=gl.SliceLayout(0, acc_layout(CONFIG.block)))
-        b, h, q_idx = _locate_queries(n, span, pairs, CONFIG)
+        q_idx = positions(
+            coords.q_pos, coords.q_stride, first_q, pairs.head.b, n, span, pairs.q_len, CONFIG
+        )
         return kept_one_by_one(q_idx[None, :], pairs.kv_idx[:, None], h, b, pairs.mods.dropout)
 
 
 @gluon.jit
-def _locate_queries(n, span, pairs, CONFIG: gl.constexpr):
-    """Return the batch row, the head and the positions of the queries n + span."""
+def _locate_queries(n, pairs, CONFIG: gl.constexpr):
+    """Return the batch row, the head and the `first_position` of the queries from n on."""
     coords, b = pairs.mods.coords, pairs.head.b
-    pos, stride = coords.q_pos, coords.q_stride
-    first_q = first_position(pos, stride, coords.q, b, n, pairs.q_len, CONFIG)
-    q_idx = positions(pos, stride, first_q, b, n, span, pairs.q_len, CONFIG)
+    first_q = first_position(coords.q_pos, coords.q_stride, coords.q, b, n, pairs.q_len, CONFIG)
     h = gl.cast(coords.h, CONFIG.index_type) + pairs.head.h
-    return gl.cast(coords.b, CONFIG.index_type) + b, h, q_idx
+    return gl.cast(coords.b, CONFIG.index_type) + b, h, first_q
 
 
 @gluon.jit

@@ -397,12 +397,14 @@ def mma_q_block(
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, CONFIG)
         queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
     DROPS: gl.constexpr = pairs.mods.dropout is not None
-    if DROPS:
-        bits = draw_bits(n, zero, pairs, CONFIG)
     lse = inputs.lse.index(q_at.stage).load(cols)
     consumer_wait(input_rings.dout, dout_at)
     if not (CONFIG.dp_after_p or WIDE):
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), zero_tile, False)
+    if DROPS:
+        # Over already. But ptxas moves nothing over a wait, and would do this before the product.
+        consumer_wait(input_rings.dout, dout_at)
+        bits = draw_bits(n, zero, pairs, CONFIG)
     if not MASK_READS:
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, CONFIG)
 

@@ -210,7 +210,7 @@ class BackwardPlan(HopperPlan):
             named_barriers=shape.named_barriers, constant_dscore=self.score_gain is not None,
             unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
             score_past_end=self._undefined_past_the_end(shape.block),
-            relative_biases=len(self.bias_tables.depends), keys_in_fours=self.keys_in_fours,
+            relative_biases=len(self.bias_tables.depends), in_sixteens=self.in_sixteens,
             bias_grads=self.bias_tables.grad_tables, exact_width=self.exact_sums.width,
             **self.affine, **self.hoisted,
         )  # fmt: skip

@@ -1,12 +1,11 @@
 """Dropout in registers: which pairs of a 64 x columns accumulator are kept (`headway.dropout`).
 
-A Philox call makes the words of four keys and one query, which several threads hold: two threads
-two neighbours each where queries are rows, four threads one each where keys are rows. So each
-thread makes calls that its neighbours do not, and packs the results into the bits of a number.
-Shuffles of these numbers, once for a block, give every thread the bits of its own pairs.
+A Philox call decides eight pairs. Where queries are rows, one thread has them all, and a word's two
+halves are those of one register of two neighbours. Where keys are rows, two threads have four each:
+each of the two makes half of the calls, and they exchange bits once for a block.
 
-Where fours of keys do not begin at multiples of 4 (`not CONFIG.keys_in_fours`), there are no such
-bits, and each pair makes a call of its own.
+Where sixteens of queries or keys do not begin at multiples of 16 (`not CONFIG.in_sixteens`), each
+pair makes a call of its own.
 """
 
 from typing import Any, NamedTuple
@@ -18,31 +17,39 @@ ROUNDS = gl.constexpr(7)  # of Philox; those of `headway.dropout`
 _WIDE = "{{ .reg .b64 x; mul.wide.u32 x, $2, {}; mov.b64 {{$0, $1}}, x; }}"  # low and high word
 MUL_0, MUL_1 = gl.constexpr(_WIDE.format(0xD2511F53)), gl.constexpr(_WIDE.format(0xCD9E8D57))
 _W0, _W1 = gl.constexpr(0x9E3779B9 - 2**32), gl.constexpr(0xBB67AE85 - 2**32)
+# Add $4 to $5 in the halves of $1 that are at least those of $2, the threshold. $3 is less than $2
+# by 1 in each half, and counts in $5.
+MARK = gl.constexpr(
+    "{ .reg .b32 x; min.u16x2 x, $1, $2; max.u16x2 x, x, $3; mad.lo.u32 $0, x, $4, $5; }"
+)
+# Two numbers rounded to 16 bits, times those of $3. (A product of two 16-bit numbers, unlike `and`,
+# ptxas writes straight to where the next WGMMA reads it: 32 instructions less for a block.)
+_ROUND = "{{ .reg .b32 x; cvt.rn.{0}x2.f32 x, $2, $1; mul.{0}x2 $0, x, $3; }}"
+ROUND_BFLOAT16, ROUND_FLOAT16 = (gl.constexpr(_ROUND.format(x)) for x in ("bf16", "f16"))
 
 
 class DropoutArgs(NamedTuple):
     """The arguments of dropout."""
 
     seed: Any  # int64 pointer
-    last_dropped: Any  # the largest word that drops its pair: its bits as int32
+    threshold: Any  # below which 16 bits drop their pair, in both halves of an int32; above 0
     factor: Any  # of the pairs that are kept
 
 
 @gluon.jit
-def _philox(group, i, h, b, dropout):
-    """Return for each of four words whether it keeps its pair. The words of the counter may have
-    any shapes that broadcast: what depends on rows or columns alone is computed once for them."""
+def _philox(i, j, h, b, dropout):
+    """Return four words. Those of the counter may have any shapes that broadcast: what depends on
+    rows or columns alone is computed once for them."""
     seed = gl.load(dropout.seed)  # where it is needed: it would take registers of the whole loop
     k0, k1 = gl.cast(seed, gl.int32), gl.cast(seed >> 32, gl.int32)
-    c0, c1 = gl.cast(group, gl.int32), gl.cast(i, gl.int32)
+    c0, c1 = gl.cast(i, gl.int32), gl.cast(j, gl.int32)
     c2, c3 = gl.cast(h, gl.int32), gl.cast(b, gl.int32)
     for _ in gl.static_range(ROUNDS):
         low_0, high_0 = _multiply(c0, MUL_0)
         low_1, high_1 = _multiply(c2, MUL_1)
         c0, c1, c2, c3 = high_1 ^ (c1 ^ k0), low_1, high_0 ^ (c3 ^ k1), low_0
         k0, k1 = gl.cast(k0 + _W0, gl.int32), gl.cast(k1 + _W1, gl.int32)
-    last = _unsigned(gl.to_tensor(dropout.last_dropped))
-    return _unsigned(c0) > last, _unsigned(c1) > last, _unsigned(c2) > last, _unsigned(c3) > last
+    return c0, c1, c2, c3
 
 
 @gluon.jit
@@ -53,17 +60,30 @@ def _multiply(x, ASM: gl.constexpr):
 
 
 @gluon.jit
-def _unsigned(x):
-    return gl.cast(x, gl.int64) & 0xFFFFFFFF
+def _nothing_kept(number, dropout):
+    """Return the number to which `_mark` adds `number`, or parts of it, and which is 0 without."""
+    return (0x10001 - gl.to_tensor(dropout.threshold)) * number
+
+
+@gluon.jit
+def _mark(word, number, marks, dropout):
+    """Add a number to the marks in the halves of a word that keep their pair."""
+    threshold = gl.to_tensor(dropout.threshold)
+    args = [word, threshold, threshold - 0x10001, number, marks]
+    return gl.inline_asm_elementwise(
+        MARK, "=r,r,r,r,r,r", args, dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def kept_one_by_one(q_idx, kv_idx, h, b, dropout):
     """Return which pairs are kept, each by a call of its own."""
-    kept = _philox(kv_idx >> 2, q_idx, h, b, dropout)
-    word = kv_idx & 3
-    left, right = gl.where(word == 0, kept[0], kept[1]), gl.where(word == 2, kept[2], kept[3])
-    return gl.where(word < 2, left, right)
+    words = _philox(q_idx & ~8, kv_idx & ~9, h, b, dropout)
+    is_left = (kv_idx & 8) == 0
+    upper, lower = gl.where(is_left, words[0], words[1]), gl.where(is_left, words[2], words[3])
+    word = gl.where((q_idx & 8) == 0, upper, lower)
+    marks = _mark(word, gl.to_tensor(1), _nothing_kept(1, dropout), dropout)
+    return ((marks >> gl.cast((kv_idx & 1) * 16, gl.int32)) & 1) != 0
 
 
 @gluon.jit
@@ -81,139 +101,139 @@ def _bit(n):
 
 
 @gluon.constexpr_function
-def _octets(columns, dims, axis):
-    """Return the bases of the octets of columns, along an axis."""
-    count = (columns // 8).bit_length() - 1
-    return [[2**n if a == axis else 0 for a in range(dims)] for n in range(count)]
+def _bases(count, dims, axis):
+    """Return the bases of `count` neighbours along an axis."""
+    powers = range(count.bit_length() - 1)
+    return [[2**n if a == axis else 0 for a in range(dims)] for n in powers]
 
 
 # -- queries are rows -----------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def calls_of_queries(columns):
-    """Return the layout of calls as (row, octet of columns, four of its columns). Of the two
-    neighbours that share calls, one makes those of a row and one those of the row 8 below."""
+def _calls_of_queries(columns):
+    """Return the layout of calls as (row without bit 3, sixteen of columns, two neighbours of its
+    first eight)."""
     return gl.DistributedLinearLayout(
-        reg_bases=_octets(columns, dims=3, axis=1),
-        lane_bases=[[8, 0, 0], [0, 0, 1], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, columns // 8, 2],
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _pairs_of_queries(columns):
-    """Return the layout of an accumulator seen as (row, octet of columns, two of its columns,
-    column)."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *_octets(columns, dims=4, axis=1)],
-        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
-        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]], block_bases=[],
-        shape=[64, columns // 8, 4, 2],
+        reg_bases=_bases(columns // 16, dims=3, axis=1),
+        lane_bases=[[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[8, 0, 0], [16, 0, 0]], block_bases=[], shape=[ROWS // 2, columns // 16, 4],
     )  # fmt: skip
 
 
 @gluon.jit
-def bits_of_queries(tile, first_kv, COLUMNS: gl.constexpr, CONFIG: gl.constexpr):
-    """Return which pairs of a block are kept: a number for each row and each two columns of an
-    octet, with the bits of these columns of all octets.
+def draw_ones(tile, first_kv, n, like, COLUMNS: gl.constexpr):
+    """Return which pairs of a block are kept: 1 or 0, of 16 bits, in the halves of a word for two
+    neighbours. They are laid out as (row without bit 3, sixteen of columns, two neighbours of its
+    first eight, bit 3 of the column, of the row).
 
-    - `tile`: a `TileContext`; `first_kv`: the position of the first of `COLUMNS` keys.
+    - `tile`: a `TileContext`; `first_kv`: the position of the first key, of row n.
+    - `like`: a tile in shared memory of the dtype of P.
     """
-    if not CONFIG.keys_in_fours:
-        return ()
-    else:
-        calls: gl.constexpr = calls_of_queries(COLUMNS)
-        octet = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, calls)))
-        four = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, calls)))
-        first_group = gl.cast(first_kv >> 2, gl.int32)
-        group = (2 * octet)[None, :, None] + (four + first_group)[None, None, :]
-        rows = gl.convert_layout(tile.dropout_rows, gl.SliceLayout(1, gl.SliceLayout(2, calls)))
-        kept = _philox(group, rows[:, None, None], tile.h, tile.b, tile.mods.dropout)
-        even, odd = _bit(2 * octet)[None, :, None], _bit(2 * octet + 1)[None, :, None]
-        left = gl.where(kept[0], even, 0) | gl.where(kept[1], odd, 0)
-        right = gl.where(kept[2], even, 0) | gl.where(kept[3], odd, 0)
-        bits = gl.reshape(gl.join(gl.sum(left, 1), gl.sum(right, 1)), [ROWS, 4])
-        pairs: gl.constexpr = _pairs_of_queries(COLUMNS)
-        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, pairs))
-        return gl.convert_layout(gl.cast(bits, gl.int32), layout)
+    ONE: gl.constexpr = 0x3F80 if like.dtype == gl.bfloat16 else 0x3C00
+    calls: gl.constexpr = _calls_of_queries(COLUMNS)
+    row = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, calls)))
+    sixteen = gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, calls)))
+    two = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, calls)))
+    i = gl.cast(tile.first_q, gl.int32) + ((row >> 3) * 16 + (row & 7))[:, None, None]
+    j = (gl.cast(first_kv, gl.int32) + 16 * sixteen)[None, :, None] + (2 * two)[None, None, :]
+    zero = gl.full([ROWS // 2, COLUMNS // 16, 4], 0, gl.int32, layout=calls)
+    ones = gl.join(gl.join(zero, zero), gl.join(zero, zero))
+    # Always. Nothing moves over a branch: left alone, ptxas draws before it issues the products,
+    # or when it needs the words, and not while it would wait for S.
+    if n < tile.kv_len:
+        dropout = tile.mods.dropout
+        words = _philox(i, j, tile.h, tile.b, dropout)
+        none, one = _nothing_kept(ONE, dropout), gl.to_tensor(ONE)
+        upper = gl.join(_mark(words[0], one, none, dropout), _mark(words[1], one, none, dropout))
+        lower = gl.join(_mark(words[2], one, none, dropout), _mark(words[3], one, none, dropout))
+        ones = gl.join(upper, lower)
+    return ones
 
 
 @gluon.jit
-def kept_of_queries(bits, tile, q_idx, kv_idx, CONFIG: gl.constexpr):
-    """Return which pairs of a block are kept.
-
-    - `bits`: from `bits_of_queries`; `q_idx`, `kv_idx`: positions of rows and columns.
-    """
-    if not CONFIG.keys_in_fours:
-        return kept_one_by_one(q_idx[:, None], kv_idx[None, :], tile.h, tile.b, tile.mods.dropout)
-    else:
-        COLUMNS: gl.constexpr = kv_idx.shape[0]
-        pairs: gl.constexpr = _pairs_of_queries(COLUMNS)
-        columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs))
-        octet = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, columns))
-        column = gl.arange(0, 2, layout=gl.SliceLayout(0, columns))
-        bit = _bit((2 * octet)[:, None] + column[None, :])
-        kept = (bits[:, None, :, None] & bit[None, :, None, :]) != 0
-        return gl.convert_layout(gl.reshape(kept, [ROWS, COLUMNS]), acc_layout(COLUMNS))
+def drop_pairs(ones, x, like):
+    """Return float32 numbers x rounded to 16 bits, and 0 where pairs are dropped, in registers as
+    pairs (`mma.materialize`). `ones`: from `draw_ones`."""
+    ASM: gl.constexpr = ROUND_BFLOAT16 if like.dtype == gl.bfloat16 else ROUND_FLOAT16
+    COLUMNS: gl.constexpr = x.shape[1]
+    halves = gl.join(gl.cast(ones, gl.int16), gl.cast(ones >> 16, gl.int16))
+    halves = gl.reshape(halves, [4, 8, COLUMNS // 16, 4, 2, 2, 2])
+    halves = gl.permute(halves, (0, 5, 1, 2, 4, 3, 6))
+    factors = gl.convert_layout(
+        gl.reshape(halves, [ROWS, COLUMNS]), acc_layout(COLUMNS), assert_trivial=True
+    )
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,r,r", [x, factors], dtype=like.dtype, is_pure=False, pack=2
+    )
 
 
 # -- keys are rows --------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def calls_of_keys(columns):
-    """Return the layout of calls as (four rows, octet of columns, column). Of the four threads that
-    share calls, each makes those of another of two columns and of two times four rows."""
+def _calls_of_keys(columns):
+    """Return the layout of calls as (sixteen of columns, one of its first eight, row without bits 3
+    and 0). Of the two threads that share calls, one makes those of even columns."""
     return gl.DistributedLinearLayout(
-        reg_bases=_octets(columns, dims=3, axis=1),
-        lane_bases=[[0, 0, 2], [0, 0, 4], [2, 0, 0], [0, 0, 1], [1, 0, 0]],
-        warp_bases=[[4, 0, 0], [8, 0, 0]], block_bases=[], shape=[16, columns // 8, 8],
+        reg_bases=_bases(columns // 16, dims=3, axis=0),
+        lane_bases=[[0, 2, 0], [0, 4, 0], [0, 1, 0], [0, 0, 1], [0, 0, 2]],
+        warp_bases=[[0, 0, 4], [0, 0, 8]], block_bases=[], shape=[columns // 16, 8, ROWS // 4],
     )  # fmt: skip
 
 
 @gluon.constexpr_function
 def _pairs_of_keys(columns):
-    """Return the layout of an accumulator seen as (four rows, row, octet of columns, column)."""
+    """Return the layout of an accumulator seen as (sixteen of rows, bit 3 of the row, row, octet of
+    columns, column)."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 1], [2, 0, 0, 0], *_octets(columns, dims=4, axis=2)],
-        lane_bases=[[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0]],
-        warp_bases=[[4, 0, 0, 0], [8, 0, 0, 0]], block_bases=[],
-        shape=[16, 4, columns // 8, 8],
+        reg_bases=[[0, 0, 0, 0, 1], [0, 1, 0, 0, 0], *_bases(columns // 8, dims=5, axis=3)],
+        lane_bases=[
+            [0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0],
+        ],
+        warp_bases=[[1, 0, 0, 0, 0], [2, 0, 0, 0, 0]], block_bases=[],
+        shape=[4, 2, 8, columns // 8, 8],
     )  # fmt: skip
 
 
 @gluon.jit
-def bits_of_keys(b, h, q_idx, first_kv, dropout, COLUMNS: gl.constexpr):
-    """Return which pairs of a block of 64 queries are kept: a number for each four rows and each
-    column of an octet, with the bits of this column of all octets, for the first row, then for the
-    others.
+def bits_of_keys(b, h, first_q, first_kv, dropout, COLUMNS: gl.constexpr):
+    """Return which pairs of a block of 64 queries are kept: a number for each sixteen of rows, row
+    of its first eight and column of an octet. Bit 2 n is that of octet n, and the next one that of
+    the row below by 8.
 
-    - `q_idx`: positions of the queries, as (octet, column).
-    - `first_kv`: the position of the first key.
+    - `first_q`, `first_kv`: positions of the first query and key.
     """
-    calls: gl.constexpr = calls_of_keys(COLUMNS)
-    group = gl.arange(0, ROWS // 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, calls)))
-    group += gl.cast(first_kv >> 2, gl.int32)
-    octet = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, calls)))
-    kept = _philox(group[:, None, None], q_idx[None, :, :], h, b, dropout)
-    bits = gl.where(kept[0], _bit(octet)[None, :, None], 0)
-    for word in gl.static_range(1, 4):
-        bits |= gl.where(kept[word], _bit(octet + word * (COLUMNS // 8))[None, :, None], 0)
+    calls: gl.constexpr = _calls_of_keys(COLUMNS)
+    sixteen = gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, calls)))
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, calls)))
+    row = gl.arange(0, ROWS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, calls)))
+    i = (gl.cast(first_q, gl.int32) + 16 * sixteen)[:, None, None] + column[None, :, None]
+    j = gl.cast(first_kv, gl.int32) + ((row >> 2) * 16 + (row & 3) * 2)[None, None, :]
+    words = _philox(i, j, h, b, dropout)
+    bit = _bit(4 * sixteen)[:, None, None]
+    bits = _nothing_kept(bit * 0xF, dropout)
+    for n in gl.static_range(4):
+        bits = _mark(words[n], bit << n, bits, dropout)
+    bits = gl.cast(gl.sum(bits, 0), gl.int32)
+    # Exchange: rows of one parity, columns of both.
+    bits = gl.reshape(gl.join(bits & 0xFFFF, (bits >> 16) & 0xFFFF), [8, ROWS // 16, 8])
     pairs: gl.constexpr = _pairs_of_keys(COLUMNS)
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, pairs))
-    bits = gl.convert_layout(gl.cast(gl.sum(bits, 1), gl.int32), layout)
-    row = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(2, pairs))))
-    return bits[:, None, :] >> (row * (COLUMNS // 8))[None, :, None]
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, pairs))
+    return gl.convert_layout(gl.permute(bits, (1, 2, 0)), layout)
 
 
 @gluon.jit
 def kept_of_keys(bits, COLUMNS: gl.constexpr):
     """Return which pairs of a block are kept. `bits`: from `bits_of_keys`."""
     pairs: gl.constexpr = _pairs_of_keys(COLUMNS)
-    over: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs)))
+    over: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(4, pairs)))
     # Opaque: or LLVM would keep the results of all pairs from one use to the next.
     bits = gl.inline_asm_elementwise("", "=r,0", [bits], dtype=gl.int32, is_pure=False, pack=1)
-    bit = _bit(gl.arange(0, COLUMNS // 8, layout=over))
-    kept = (bits[:, :, None, :] & bit[None, None, :, None]) != 0
-    return gl.convert_layout(gl.reshape(kept, [ROWS, COLUMNS]), acc_layout(COLUMNS))
+    octet = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, over))
+    below = gl.arange(0, 2, layout=gl.SliceLayout(1, over))
+    n = 2 * octet[None, :] + below[:, None]
+    kept = (bits[:, None, :, None, :] & _bit(n)[None, :, None, :, None]) != 0
+    return gl.convert_layout(
+        gl.reshape(kept, [ROWS, COLUMNS]), acc_layout(COLUMNS), assert_trivial=True
+    )

@@ -112,7 +112,6 @@ class TileContext(NamedTuple):
     batch: Any  # batch row of the tensors
     rows: Any  # `HoistedRows` of device/hoisted.py
     first_q: Any  # position of this consumer's first query (`first_position` of device/mma.py)
-    dropout_rows: Any  # positions of its queries, laid out as Philox calls (device/dropout.py)
 
 
 class PreviousTile(NamedTuple):

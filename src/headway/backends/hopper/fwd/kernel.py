@@ -29,7 +29,7 @@ blocks first, then full ones, each kind from the last to the first.
 
 from .. import config
 from ..device.affine_score import affine_scores, slope_lhs, slope_rhs, wgmma_slope
-from ..device.dropout import bits_of_queries, calls_of_queries, drop, kept_of_queries
+from ..device.dropout import draw_ones, drop, drop_pairs, kept_one_by_one
 from ..device.gluon_compat import gl, gluon, tma_store_wait, warpgroup_mma_wait
 from ..device.hoisted import (
     HoistedColumns,
@@ -312,14 +312,7 @@ def locate_queries(work, rows, mods, q_len, CONFIG: gl.constexpr):
     operands = hoist_rows(b, h, q_idx, mods.score_args, mods.mask_args, True, CONFIG)
     bias = locate_bias(mods.bias_tables, batch, head, n)
     operands = HoistedRows(operands.score, operands.mask, bias)
-    dropout_rows = ()
-    if CONFIG.keys_in_fours:
-        calls: gl.constexpr = calls_of_queries(CONFIG.block)
-        span = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, calls)))
-        dropout_rows = positions(
-            coords.q_pos, coords.q_stride, first_q, batch, n, span, q_len, CONFIG
-        )
-    return b, h, q_idx, batch, operands, first_q, dropout_rows
+    return b, h, q_idx, batch, operands, first_q
 
 
 @gluon.jit
@@ -416,8 +409,8 @@ def softmax_step(
     score_args = tile.mods.score_args
     if CONFIG.relative_biases > 0:
         score_args = score_args + (load_bias(tile.rows.bias, n, LIVE[1]),)  # noqa: RUF005
-    if tile.mods.dropout is not None:
-        bits = bits_of_queries(tile, first_kv, LIVE[1], CONFIG)
+    if CONFIG.in_sixteens:
+        ones = draw_ones(tile, first_kv, n, ops.k[0], LIVE[1])
 
     # S is there; release K, and Q after its last block.
     s = wait_for_qk(s, ops, FIRST, CONFIG)
@@ -437,14 +430,18 @@ def softmax_step(
         t, scale_log2, s, row_log2, state, FIRST or MAYBE_FIRST, CONFIG
     )  # fmt: skip
 
-    if tile.mods.dropout is not None:
-        e = drop_pairs(e, bits, tile, first_kv, n, CONFIG)
-
     # P V of the block before is complete: release V, and P's registers.
     acc = wgmma_wait(state.acc, state.p, 0)
     consumer_release(ops.v_ring, pv_at, True, CONFIG.v_barriers())
     v_at = advance(state.v_at, CONFIG.v_stages)
-    p = fill_block(materialize(e.to(ops.k[0].dtype)), LIVE, CONFIG)
+    # What dropout drops is in the sums of rows.
+    if tile.mods.dropout is not None and not CONFIG.in_sixteens:
+        e = drop_one_by_one(e, tile, first_kv, n, CONFIG)
+    if CONFIG.in_sixteens:  # noqa: SIM108
+        p = drop_pairs(ones, e, ops.k[0])
+    else:
+        p = materialize(e.to(ops.k[0].dtype))
+    p = fill_block(p, LIVE, CONFIG)
     p = gl.convert_layout(p, lhs_layout(ops.v[0].shape[2]))
 
     # O of the previous tile is complete, or O of this one is rescaled.
@@ -466,18 +463,17 @@ def softmax_step(
 
 
 @gluon.jit
-def drop_pairs(e, bits, tile, first_kv, n, CONFIG: gl.constexpr):
-    """Return P of the pairs that dropout keeps, and 0; their row sums are those of all pairs.
-
-    - `bits`: from `bits_of_queries`; `first_kv`: `first_key` of n.
-    """
+def drop_one_by_one(e, tile, first_kv, n, CONFIG: gl.constexpr):
+    """Return P of the pairs that dropout keeps, and 0, where each pair makes a Philox call of its
+    own. `first_kv`: `first_key` of n."""
     COLUMNS: gl.constexpr = e.shape[1]
     coords = tile.mods.coords
     span = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, acc_layout(COLUMNS)))
     kv_idx = positions(
         coords.kv_pos, coords.kv_stride, first_kv, tile.batch, n, span, tile.kv_len, CONFIG
     )
-    kept = kept_of_queries(bits, tile, row_vector(tile.q_idx, COLUMNS), kv_idx, CONFIG)
+    q_idx = row_vector(tile.q_idx, COLUMNS)[:, None]
+    kept = kept_one_by_one(q_idx, kv_idx[None, :], tile.h, tile.b, tile.mods.dropout)
     return drop(kept, e)
 
 

@@ -117,7 +117,7 @@ class ForwardPlan(HopperPlan):
             half_blocks=self.coverage(call),
             scarce_smem=shape.ctas == 2,  # 244 bytes are left of a CTA's half
             track_max=spec.max_logit and spec.score is not None,
-            relative_biases=len(self.bias_tables.depends), keys_in_fours=self.keys_in_fours,
+            relative_biases=len(self.bias_tables.depends), in_sixteens=self.in_sixteens,
             **self.affine, **self.hoisted,
         )  # fmt: skip
 
