@@ -58,7 +58,7 @@ def test_what_was_run_is_drawn(runs: Path) -> None:
     assert "QK-Clip, tau 100" in pictures["pictures/training-logits.svg"]
     said = training.said()
     assert (
-        "| headway-1 | 1.0300 | 1,234 | 60 s | 90 s | 240 | `abc` | `train headway-1` |"
+        "| headway-1 | 1.0300 | 1,234 | 60 s | 90 s | 240 | GPU | `abc` | `train headway-1` |"
         in said["baseline"]
     )
     assert "| sdpa-0 | 1.0000 | 1,234 | 60 s | 90 s |  |" in said["baseline"]

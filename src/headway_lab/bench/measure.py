@@ -179,7 +179,7 @@ def _contestants(case: Case, inputs: CaseInputs) -> tuple[dict[str, Contestant],
             contestants[name] = Contestant(
                 peer.prepare(case, peer_inputs), peer_inputs, backward, peer
             )
-        except Exception as error:  # of a library of others, for example out of memory
+        except Exception as error:  # noqa: BLE001 of another library: out of memory, say
             why = error if isinstance(error, Unavailable) else Unavailable.because(error)
             notes.append(Result(case.name, "", name).not_run(why))
     return contestants, notes
