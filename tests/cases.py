@@ -30,6 +30,7 @@ class Case:
     scale: float | None = None
     sink: bool = False
     dropout: float = 0.0
+    entropy: bool = False  # beside the statistics, and its gradient is sent too
     std: float = 1.0
     layout: str = "contiguous"  # of q, k, v: a name in LAYOUTS
     grad_layout: str = "contiguous"  # of the gradients of out and lse
@@ -96,6 +97,11 @@ class Problem:
     dout: Tensor
     dlse: Tensor
     seed: int = 2**40 + 3
+
+    @property
+    def dentropy(self) -> Tensor:
+        """The gradient of the entropy: that of lse, from the last query to the first."""
+        return self.dlse.flip(-1)
 
     def leaves(self) -> dict[str, Tensor]:
         """Everything that gets a gradient, by name."""

@@ -19,10 +19,14 @@ _NARROW = (torch.bfloat16, torch.float16)
 _TENSOR_CORES = ("triton", "hopper")
 
 
-def gradients(given: Problem, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
-    """Of every leaf ("grad q", ...), from the gradient of out, and that of lse if it is given."""
+def gradients(
+    given: Problem, out: Tensor, lse: Tensor | None, entropy: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Of every leaf ("grad q", ...), from the gradient of out, and those of lse and of the entropy
+    if they are given."""
     leaves = given.leaves()
     sent = [(out, given.dout)] + ([] if lse is None else [(lse, given.dlse)])
+    sent += [] if entropy is None else [(entropy, given.dentropy)]
     sent = [(x, grad) for x, grad in sent if x.requires_grad]  # none does where nothing is seen
     grads = [None] * len(leaves)
     if sent:
@@ -63,13 +67,14 @@ def yardstick(
     def plainly(of: Problem, factors: torch.dtype | None = None) -> oracle.Dense:
         return oracle.attention(
             of.q, of.k, of.v, of.score(plain=True), of.mask(plain=True), scale=case.scale,
-            sink=of.sink, keep=keep, dropout=case.dropout, factors=factors,
+            sink=of.sink, keep=keep, dropout=case.dropout, factors=factors, entropy=case.entropy,
         )  # fmt: skip
 
     def dense(of: Problem, made: oracle.Dense) -> tuple[dict, dict, dict]:
         """Values; gradients from both, and from out alone."""
-        values = {name: x.detach() for name, x in made._asdict().items()}
-        return values, gradients(of, made.out, made.lse), gradients(of, made.out, None)
+        values = {name: x.detach() for name, x in made._asdict().items() if x is not None}
+        with_statistics = gradients(of, made.out, made.lse, made.entropy)
+        return values, with_statistics, gradients(of, made.out, None)
 
     def plain_in(dtype: torch.dtype | None = None) -> tuple[dict, dict, dict]:
         of = given.copy(dtype)
@@ -103,14 +108,15 @@ def yardstick(
         for _ in range(4):
             sign = torch.randn(off.shape, generator=draw).sign()
             of_sign = replace(wide, dlse=wide.dlse + sign * off)
-            errors = _distances(gradients(of_sign, exactly.out, exactly.lse), exact[1])
+            errors = gradients(of_sign, exactly.out, exactly.lse, exactly.entropy)
+            errors = _distances(errors, exact[1])
             for part in apart[1:]:
                 farther(part, errors)
     sizes = oracle.magnitudes(
         *(t.detach() for t in (wide.q, wide.k, wide.v)),
         wide.score(plain=True), wide.mask(plain=True), case.scale,
         None if wide.sink is None else wide.sink.detach(), keep, case.dropout,
-        wide.dout, wide.dlse, wide.learned(),
+        wide.dout, wide.dlse, wide.learned(), wide.dentropy if case.entropy else None,
     )  # fmt: skip
 
     def tolerance(name: str, error: float, right: Tensor) -> float:
@@ -160,8 +166,8 @@ def _rounded(
     through_lse = replace(given, dout=torch.zeros_like(given.dout), dlse=-off)
     of_delta = gradients(through_lse, made.out, made.lse)
     parts = [{"out": out}]
-    for lse in (made.lse, None):
-        grads = gradients(given, made.out, lse)
+    for lse, entropy in ((made.lse, made.entropy), (None, None)):
+        grads = gradients(given, made.out, lse, entropy)
         parts.append({f"grad {n}": grads[f"grad {n}"] + of_delta[f"grad {n}"] for n in "qkv"})
     near = [{n: x.to(dtype) for n, x in part.items()} for part in parts]
     return near, {"out": 0.0} | {n: _rms(x) for n, x in of_delta.items()}
@@ -171,7 +177,7 @@ def _dtypes(given: Problem) -> dict[str, torch.dtype]:
     """The dtype that each result must have."""
     wide = torch.float64 if given.q.dtype == torch.float64 else torch.float32
     grads = {f"grad {name}": leaf.dtype for name, leaf in given.leaves().items()}
-    return {"out": given.q.dtype, "lse": wide, "max_logit": wide} | grads
+    return {"out": given.q.dtype, "lse": wide, "max_logit": wide, "entropy": wide} | grads
 
 
 def _distances(got: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
@@ -209,14 +215,17 @@ def run(
     if tile is not None:
         mask = hw.block_mask(mask, case.b, case.hq, case.q_len, case.kv_len, tile=tile)
     call = hw.attention_with_stats if stats else hw.attention
+    asked = {"entropy": True} if stats and case.entropy else {}
     made = call(
         given.q, given.k, given.v, given.score(), mask, scale=case.scale, sink=given.sink,
         dropout=case.dropout, seed=given.seed if case.dropout else None, backend=backend,
-        deterministic=deterministic,
+        deterministic=deterministic, **asked,
     )  # fmt: skip
     values = made._asdict() if stats else {"out": made}
+    if asked:
+        values["entropy"] = made.entropy
     assert same_order(given.q, values["out"]), (given.q.stride(), values["out"].stride())
-    grads = gradients(given, values["out"], values.get("lse"))
+    grads = gradients(given, values["out"], values.get("lse"), values.get("entropy"))
     return {name: x.detach() for name, x in values.items()} | grads
 
 

@@ -21,6 +21,7 @@ class Dense(NamedTuple):
     out: Tensor  # (b, hq, q_len, dv)
     lse: Tensor  # (b, hq, q_len)
     max_logit: Tensor  # (b, hq)
+    entropy: Tensor | None = None  # (b, hq, q_len), if it is asked for
 
 
 class Pairs(NamedTuple):
@@ -36,8 +37,10 @@ def attention(
     score: Callable | None = None, mask: Callable | None = None, *,
     scale: float | None = None, sink: Tensor | None = None,
     keep: Tensor | None = None, dropout: float = 0.0, factors: torch.dtype | None = None,
+    entropy: bool = False,
 ) -> Dense:  # fmt: skip
-    """out, lse and max_logit, as DESIGN.md section 1 has them, differentiable by autograd.
+    """out, lse, max_logit and, if asked for, entropy, as DESIGN.md section 1 has them,
+    differentiable by autograd.
 
     With `factors`, P and dS go into their products rounded to it, as they do on tensor cores.
     """
@@ -45,13 +48,14 @@ def attention(
     if factors is not None and pairs.s.requires_grad:
         pairs.s.register_hook(lambda ds: ds.to(factors).to(ds.dtype))
     p, lse = softmax(pairs.t, sink)
+    disorder = -p_log_p(pairs.t, lse, sink).sum(-1) if entropy else None
     if keep is not None:
         p = p * factor(keep, dropout, p.dtype)
     if factors is not None:
         p = p + (p.to(factors) - p).detach()
     logits = pairs.s.detach().masked_fill(~pairs.kept, -math.inf).flatten(2)
     largest = logits.amax(2) if logits.shape[2] else logits.new_full(logits.shape[:2], -math.inf)
-    return Dense(p.to(v.dtype) @ to_heads(v, q.shape[1]), lse, largest)
+    return Dense(p.to(v.dtype) @ to_heads(v, q.shape[1]), lse, largest, disorder)
 
 
 def scores(
@@ -96,11 +100,20 @@ def softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     return p, lse.masked_fill(nothing, -math.inf)
 
 
+def p_log_p(t: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """P log P of every pair, and behind them of the sink; 0 where P is."""
+    if sink is not None:
+        t = torch.cat([t, sink.to(t.dtype)[:, None, None].expand(*t.shape[:3], 1)], -1)
+    log_p = t - lse.masked_fill(lse == -math.inf, 0.0)[..., None]
+    log_p = log_p.masked_fill(t == -math.inf, 0.0)
+    return (log_p.exp() * log_p).masked_fill(t == -math.inf, 0.0)
+
+
 def magnitudes(
     q: Tensor, k: Tensor, v: Tensor,
     score: Callable | None, mask: Callable | None, scale: float | None, sink: Tensor | None,
     keep: Tensor | None, dropout: float, dout: Tensor, dlse: Tensor | None,
-    learned: dict[str, Tensor],
+    learned: dict[str, Tensor], dentropy: Tensor | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """The largest sum of absolute terms behind each result: one rounding of it, times the dtype's
     epsilon, is an error that every algorithm may make, even where the exact result is 0."""
@@ -124,19 +137,28 @@ def magnitudes(
         over_group = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
         out = (p * live) @ vs
         delta = (dout.abs() * out).sum(-1) + (0.0 if dlse is None else dlse.abs())
+        logs = -p_log_p(t, lse, sink)
+        if dentropy is not None:
+            delta = delta + (dentropy * logs.sum(-1)).abs()
         dt = p * ((dout.abs() @ vs.mT) * live + delta[..., None])
+        if dentropy is not None:
+            dt = dt + dentropy.abs()[..., None] * logs[..., : dt.shape[-1]].abs()
         ds = abs(scale) * dt * slope
         sizes = {
             "out": size(out),
             "lse": size(lse.masked_fill(lse == -math.inf, 0)),
             "max_logit": size(leaf),
+            "entropy": size(lse.masked_fill(lse == -math.inf, 0)) + size(leaf),
             "q": size(ds @ ks),
             "k": size(over_group(ds.mT @ q.abs())),
             "v": size(over_group((p * live).mT @ dout.abs())),
         }
         if sink is not None:
             weight = (sink[:, None] - lse).exp()
-            sizes["sink"] = size((weight * delta).sum((0, 2)))
+            share = weight * delta
+            if dentropy is not None:
+                share = share + dentropy.abs() * logs[..., -1].abs()
+            sizes["sink"] = size(share.sum((0, 2)))
         # An error of a score is one of exp(score): relative, of the size of the scores.
         spread = 1 + max(sizes["max_logit"], size(t.masked_fill(~kept, 0)))
         sizes |= {n: spread * sizes[n] for n in ("out", "q", "k", "v")}

@@ -22,9 +22,9 @@ def directions(given: Problem, moving: tuple[str, ...] | None = None) -> dict[st
 
 
 @torch.enable_grad()
-def dense(given: Problem, along: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, lse and their tangents, in the problem's dtype: <cotangents, J t> = <Jᵀ cotangents, t>,
-    differentiated by the cotangents."""
+def dense(given: Problem, along: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """out, lse, the entropy if the case asks for it, and their tangents, in the problem's dtype:
+    <cotangents, J t> = <Jᵀ cotangents, t>, differentiated by the cotangents."""
     case: Case = given.case
     keep = None
     if case.dropout:
@@ -32,30 +32,34 @@ def dense(given: Problem, along: dict[str, Tensor]) -> tuple[Tensor, Tensor, Ten
         keep = oracle.keep(case.dropout, given.seed, *at)
     made = oracle.attention(
         given.q, given.k, given.v, given.score(plain=True), given.mask(plain=True),
-        scale=case.scale, sink=given.sink, keep=keep, dropout=case.dropout,
+        scale=case.scale, sink=given.sink, keep=keep, dropout=case.dropout, entropy=case.entropy,
     )  # fmt: skip
-    tangents = []
-    for result in (made.out, made.lse):
-        tangent = torch.zeros_like(result)
-        leaves = [given.leaves()[name] for name in along]
-        if result.requires_grad and leaves:
-            cotangent = torch.zeros_like(result, requires_grad=True)
-            grads = torch.autograd.grad(
-                result, leaves, cotangent, create_graph=True, allow_unused=True, retain_graph=True
-            )
-            pairs = [
-                (g, t) for g, t in zip(grads, along.values(), strict=True)
-                if g is not None and g.requires_grad
-            ]  # fmt: skip
-            if pairs:
-                grads = [g for g, _ in pairs]
-                (moved,) = torch.autograd.grad(
-                    grads, cotangent, [t.to(g.dtype) for g, t in pairs], allow_unused=True,
-                    retain_graph=True,
-                )  # fmt: skip
-                tangent = tangent if moved is None else moved
-        tangents.append(tangent.detach())
-    return made.out.detach(), made.lse.detach(), *tangents
+    results = [x for x in (made.out, made.lse, made.entropy) if x is not None]
+    return *[x.detach() for x in results], *[_moved(x, given, along) for x in results]
+
+
+def _moved(result: Tensor, given: Problem, along: dict[str, Tensor]) -> Tensor:
+    """The tangent of a dense result."""
+    leaves = [given.leaves()[name] for name in along]
+    tangent = torch.zeros_like(result)
+    if not (result.requires_grad and leaves):
+        return tangent
+    cotangent = torch.zeros_like(result, requires_grad=True)
+    grads = torch.autograd.grad(
+        result, leaves, cotangent, create_graph=True, allow_unused=True, retain_graph=True
+    )
+    pairs = [
+        (g, t) for g, t in zip(grads, along.values(), strict=True)
+        if g is not None and g.requires_grad
+    ]  # fmt: skip
+    if pairs:
+        grads = [g for g, _ in pairs]
+        (by_cotangent,) = torch.autograd.grad(
+            grads, cotangent, [t.to(g.dtype) for g, t in pairs], allow_unused=True,
+            retain_graph=True,
+        )  # fmt: skip
+        tangent = tangent if by_cotangent is None else by_cotangent
+    return tangent.detach()
 
 
 def rounded(
@@ -77,7 +81,8 @@ def run(given: Problem, along: dict[str, Tensor], backend: str, **options) -> Du
     case = given.case
     spec, call = prepare(
         given.q, given.k, given.v, given.score(), given.mask(), scale=case.scale, sink=given.sink,
-        dropout=case.dropout, seed=given.seed if case.dropout else None, backend=backend, **options,
+        dropout=case.dropout, seed=given.seed if case.dropout else None, backend=backend,
+        entropy=case.entropy, **options,
     )  # fmt: skip
     tables = []
     for table in call.captured.tensors[: spec.score_tensors]:
@@ -90,8 +95,8 @@ def run(given: Problem, along: dict[str, Tensor], backend: str, **options) -> Du
 
 
 def compare(dual: Dual, exact: tuple[Tensor, ...], tolerance: float) -> None:
-    results = dual.out, dual.lse, dual.out_tangent, dual.lse_tangent
-    for name, got, right in zip(("out", "lse", "out'", "lse'"), results, exact, strict=True):
+    names, results = _results(dual, len(exact) // 2)
+    for name, got, right in zip(names, results, exact, strict=True):
         assert got.shape == right.shape, name
         finite = right[right.isfinite()].abs()
         size = max(1.0, finite.max().item() if finite.numel() else 0.0)
@@ -99,14 +104,22 @@ def compare(dual: Dual, exact: tuple[Tensor, ...], tolerance: float) -> None:
         assert (apart <= tolerance * size).all(), f"{name}: {apart.max():.2g} off, of {size:.2g}"
 
 
+def _results(dual: Dual, count: int) -> tuple[list[str], list[Tensor]]:
+    """The results that `dense` has, by name: so many, then as many tangents."""
+    names = ["out", "lse", "entropy"][:count]
+    results = [getattr(dual, name) for name in names]
+    results += [getattr(dual, f"{name}_tangent") for name in names]
+    return [*names, *(f"{name}'" for name in names)], results
+
+
 def too_far(dual: Dual, given: Problem, along: dict[str, Tensor]) -> list[str]:
     """What is farther from float64 than 1.5 times the error of the dense formulas in that dtype, all
     elements together."""
     exact = dense(given.copy(torch.float64), {name: t.double() for name, t in along.items()})
     plain, wrong = dense(given.copy(), along), []
-    for name, got, near, right in zip(
-        ("out'", "lse'"), (dual.out_tangent, dual.lse_tangent), plain[2:], exact[2:], strict=True
-    ):
+    count = len(exact) // 2
+    parts = *_results(dual, count), plain, exact
+    for name, got, near, right in zip(*(part[count:] for part in parts), strict=True):
         error = lambda x, right=right: (x.double() - right).square().mean().sqrt().item()
         limit = 1.5 * error(near) + torch.finfo(got.dtype).eps * right.square().mean().sqrt().item()
         if not error(got) <= limit:

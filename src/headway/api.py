@@ -138,9 +138,9 @@ def attention_with_stats(
     **Arguments:** as `attention`, and
 
     - `entropy`, `sink_mass`: whether to measure these of every query, of the weights before
-      dropout. On the CPU the forward computes the entropy. On a GPU it costs as much as a call of
-      `expect`, as `sink_mass` does everywhere (of a call with a sink it costs nothing). They do not
-      go with `layout` or DTensors.
+      dropout. The forward computes the entropy (with `backend="hopper"` it costs as much as a call
+      of `expect`). `sink_mass` costs a call of `expect`, or with a sink nothing. They do not go
+      with `layout` or DTensors.
 
     **Raises:** as `attention`.
     """

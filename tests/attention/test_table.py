@@ -1,5 +1,7 @@
 """Every case of the table, on every backend that runs here, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,6 +43,14 @@ def test_half(case, dtype):
     if dtype == torch.bfloat16:  # to the reference, in float64, one is like the other
         check(case, "reference", dtype)
     _cpu(case, dtype)
+
+
+@pytest.mark.parametrize("case", HALF[::4], ids=str)
+def test_entropy(case):
+    case = replace(case, entropy=True)
+    check(case, "reference", torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        check(case, "cpu", dtype)
 
 
 def test_the_table_has_the_fourteen_shapes_on_which_a_kernel_failed():

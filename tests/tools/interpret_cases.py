@@ -35,6 +35,7 @@ CASES = (
 )  # fmt: skip
 HALF = "score_relative"  # the interpreter, which is NumPy, has no bfloat16
 PACKED = {"score_bias_rows": "varlen", "mask_by_batch_sink": "jagged"}  # sequences of a row
+ENTROPY = ("length_65_causal", "score_twice", "mask_no_row_sink", "width_3_5", "dropout_0.1_all")
 PAST_THE_END = ("dropout_0.1_all", 70)  # a length: a program of the backward has no query
 OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, groups, pieces, runs
 
@@ -43,12 +44,13 @@ def main(part: int, parts: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # NumPy's, of infinities that are meant
     wrong = otherwise(OTHERWISE[part::parts])
-    calls = [(name, torch.float32) for name in CASES[part::parts]]
+    calls = [(name, torch.float32, False) for name in CASES[part::parts]]
+    calls += [(name, torch.float32, True) for name in ENTROPY[part::parts]]
     if part == parts - 1:  # it has fewer cases
-        calls.append((HALF, torch.float16))
+        calls.append((HALF, torch.float16, True))
         wrong |= learned(torch.float16)
-    for name, dtype in calls:
-        case = few_heads(name)
+    for name, dtype, entropy in calls:
+        case = replace(few_heads(name), entropy=entropy)
         if name == PAST_THE_END[0]:
             case = replace(case, q_len=PAST_THE_END[1], kv_len=PAST_THE_END[1])
         start = time.perf_counter()

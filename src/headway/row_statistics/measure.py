@@ -92,9 +92,7 @@ def asking_for(request: Request, wanted: dict[str, Any]) -> Request:
             )
         if any_sharded(request.q, request.k, request.v):
             raise ArgumentError(f"{name}=True takes no DTensors; pass q.to_local(), k and v too")
-    return request._replace(
-        entropy=bool(wanted["entropy"]) and isinstance(request.q, Tensor) and _has_tangents(request)
-    )
+    return request._replace(entropy=bool(wanted["entropy"]) and not _composes(request))
 
 
 def with_statistics(
@@ -117,6 +115,11 @@ def _bare(request: Request) -> Request:
         v=k.new_zeros(()).expand(*k.shape[:3], 1), dropout=0.0, seed=None, max_logit=False,
         row_max=False, entropy=False, auxiliary=True,
     )  # fmt: skip
+
+
+def _composes(request: Request) -> bool:
+    """Return whether the entropy is composed: "auto" takes a backend that has it."""
+    return request.backend == "hopper"
 
 
 def _has_tangents(request: Request) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...mods.evaluation.derivative import differentiable_gathers
 from ...mods.graph import parse
 from .codegen.spec import CodegenSpec
+from .precision import LOG_0
 
 
 @lru_cache(maxsize=1024)
@@ -39,7 +40,9 @@ def by_gather(text: CodegenSpec, grads: Sequence[Tensor | None]) -> tuple:
     return tuple(grads[int(graph.nodes[n].args[0][1:])] for n in text.wanted)  # type: ignore[index]
 
 
-def of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return dsink = −Σ_i exp(sink − lse) delta."""
+def of_sink(sink: Tensor, lse: Tensor, delta: Tensor, dentropy: Tensor | None = None) -> Tensor:
+    """Return dsink = −Σ_i P (delta + dentropy log P) with P = exp(sink − lse)."""
     finite_lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(sink - inf) = 0
-    return -((sink.float()[:, None] - finite_lse).exp() * delta).sum((0, 2))
+    log_p = sink.float()[:, None] - finite_lse
+    slope = delta if dentropy is None else delta + dentropy * log_p.clamp_min(LOG_0)
+    return -(log_p.exp() * slope).sum((0, 2))

@@ -29,8 +29,6 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
         reasons.append(device_reason)
     if kind.cache:
         return reasons + inference.reasons_against(spec, kind)
-    if spec.entropy:
-        reasons.append("it has no entropy of rows: use attention_with_stats, which composes it")
     if kind.dtype not in DTYPES:
         reasons.append(
             f"{kind.dtype} is not among float32, bfloat16 and float16: convert with .to(), or use "

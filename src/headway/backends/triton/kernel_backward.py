@@ -4,12 +4,13 @@ With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where 
 
     dv = (P∘K)ᵀ dout
     dP = (dout vᵀ)∘K
-    dT = P∘(dP − delta),  delta_i = Σ_j P_ij dP_ij − dlse_i = Σ dout_i∘out_i − dlse_i
+    dT = P∘(dP − delta − dH log P),  delta_i = Σ_j P_ij dP_ij − dlse_i = Σ dout_i∘out_i − dlse_i
     dS = dT∘score'(S),    dq = scale dS k,    dk = scale dSᵀ q
 
 The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse adds P_ij dlse_i, which
-is why delta carries both. lse is taken in units of log 2, and as inf for a query that sees
-nothing, whose P is 0 (`gpu/preprocess.py`). Since lse and out are those of all keys, the sums
+is why delta carries both. A gradient dH of the entropy H adds −P_ij dH_i (log P_ij + H_i), whose
+last part is one of lse (`autograd`). lse is taken in units of log 2, and as inf for a query that
+sees nothing, whose P is 0 (`gpu/preprocess.py`). Since lse and out are those of all keys, the sums
 over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
 
 Two kernels compute S and dP twice: seven products instead of five. In return no sum crosses
@@ -25,6 +26,7 @@ import triton.language as tl
 
 import triton
 
+from ..gpu.device.softmax import LN2, at_least_log_0
 from ..gpu.preprocess import in_log2
 from . import tile
 from .kernel_forward import LOG2E, scores
@@ -53,6 +55,7 @@ class QueryTiles(NamedTuple):
     dout: Any
     lse: Any  # over log 2
     delta: Any
+    dentropy: Any  # over log 2, or None
     live: Any  # which rows exist
 
 
@@ -73,6 +76,7 @@ class QueryPointers(NamedTuple):
     transposed: Any
     lse: Any  # over log 2
     delta: Any
+    dentropy: Any  # or None
 
 
 class KeyGradTiles(NamedTuple):
@@ -92,7 +96,7 @@ class ScoreTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def backward_q(
-    q, k, v, dout, out, lse, dlse, lse2, delta, dq,  # dlse may be None
+    q, k, v, dout, out, lse, dlse, dentropy, lse2, delta, dq,  # dlse and dentropy may be None
     q_strides, k_strides, v_strides, dout_strides, transposed,  # copies of k and v, or None
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, schedule,
@@ -130,6 +134,9 @@ def backward_q(
     delta_i = tile.sums(tile.load(out + row * dv, i, dv, live, CONFIG.dv), dout_tile)
     if dlse is not None:
         delta_i -= tl.load(dlse + row + i, mask=live, other=0.0)
+    dentropy_i = None
+    if dentropy is not None:
+        dentropy_i = tl.load(dentropy + workspace_row + i, mask=live, other=0.0) * LN2
     if (
         schedule.full is None
     ):  # else below: the place of these stores decides how ptxas orders loops
@@ -147,7 +154,7 @@ def backward_q(
     mods = tile.ModArguments(
         scale, coords, dropout, (score_tensors, score_numbers), (mask_tensors, mask_numbers), grads
     )
-    queries = QueryTiles(q_tile, dout_tile, lse_i, delta_i, live)
+    queries = QueryTiles(q_tile, dout_tile, lse_i, delta_i, dentropy_i, live)
 
     acc = visit(
         tile.zeros(BLOCK_M, CONFIG.d), queries, keys, rows, mods, schedule, program, kv_len, add_dq,
@@ -179,7 +186,8 @@ def add_dq(
     s = tile.outer(queries.q, k_right, CONFIG.precision)
     pairs = tile.Pairs(rows.b, rows.h, rows.idx, kv_idx[None, :])
     s, t, derivatives = differentiate(s, mods, pairs, captured, MASK, CONFIG)
-    p = tl.exp2(t - queries.lse[:, None])
+    log_p = t - queries.lse[:, None]
+    p = tl.exp2(log_p)
     if not CONFIG.even:
         p = tl.where(live[None, :], p, 0.0)
     v_tile = tile.load(keys.v + n64 * v_stride, j, v_stride, live, CONFIG.dv)
@@ -187,7 +195,10 @@ def add_dq(
     dp = tile.outer(queries.dout, v_right, CONFIG.precision)
     if dropout is not None:
         dp = tl.where(tile.dropout_keep(dropout, pairs), dp * dropout.factor, 0.0)
-    dt = p * (dp - queries.delta[:, None])
+    slope = queries.delta[:, None]
+    if queries.dentropy is not None:
+        slope = slope + queries.dentropy[:, None] * at_least_log_0(log_p)
+    dt = p * (dp - slope)
     if CONFIG.derivative is None:
         ds = dt
     else:
@@ -203,7 +214,7 @@ def add_dq(
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def backward_kv(
-    q, k, v, dout, lse2, delta, dk, dv_,  # of the last two, None is not computed
+    q, k, v, dout, lse2, delta, dentropy, dk, dv_,  # of the last two, None is not computed
     q_strides, k_strides, v_strides, dout_strides, transposed,  # copies of q and dout, or None
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, schedule,
@@ -252,7 +263,7 @@ def backward_kv(
         transposed = tile.transposed_heads(transposed, b64, h64)
     queries = QueryPointers(
         q_head, dout_head, q_strides[2], dout_strides[2], transposed, lse2 + workspace_row,
-        delta + workspace_row,
+        delta + workspace_row, None if dentropy is None else dentropy + workspace_row,
     )  # fmt: skip
     rows = tile.row_coords(coords, b, h, kv_idx, first, INDEX)
 
@@ -319,7 +330,8 @@ def add_dkdv(
     if CONFIG.late:
         lse_i = tile.load_vector(queries.lse + n + i, live, float("inf"))
         delta_i = tile.load_vector(queries.delta + n + i, live, 0.0)
-    p = tl.exp2(t - lse_i[None, :])
+    log_p = t - lse_i[None, :]
+    p = tl.exp2(log_p)
     if not CONFIG.even:
         p = tl.where(live[None, :], p, 0.0)
     dout_rows = queries.dout + n64 * queries.dout_stride
@@ -330,14 +342,20 @@ def add_dkdv(
         survives = tile.dropout_keep(dropout, pairs)
     if len(dk) > 0:
         dout_right = tile.right_factor(dout_tile, queries.transposed, 1, n64, i, live, CONFIG.dv)
-        dp = tile.outer(keys.v, dout_right, CONFIG.precision)
+        start, slope = None, delta_i[None, :]
+        if queries.dentropy is not None:
+            dentropy_i = tile.load_vector(queries.dentropy + n + i, live, 0.0) * LN2
+            slope = slope + dentropy_i[None, :] * at_least_log_0(log_p)
+            if dropout is None:  # the product begins with it: one tile less in registers
+                start = -slope
+        dp = tile.outer(keys.v, dout_right, CONFIG.precision, start)
         if dropout is not None:
             dp = tl.where(survives, dp * dropout.factor, 0.0)
     if len(dv) > 0:
         p_dropped = p if dropout is None else tl.where(survives, p, 0.0)
         dv = tile.add_product(dv, p_dropped, dout_tile, CONFIG.precision)
     if len(dk) > 0:
-        ds = p * (dp - delta_i[None, :])
+        ds = p * (dp - slope) if start is None else p * dp
         if CONFIG.derivative is not None:
             ds = chain(ds, derivatives[1], p, CONFIG.unbounded)
         dk = tile.add_product(dk, ds, q_tile, CONFIG.precision)

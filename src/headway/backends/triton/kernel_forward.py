@@ -18,6 +18,7 @@ from ..gpu.device.softmax import (
     LOG2E,
     Softmax,
     empty_softmax,
+    entropy_of,
     log_sum_exp,
     or_nan,
     reciprocal,
@@ -45,7 +46,7 @@ class TritonFwdConfig(NamedTuple):
 # there is a single key.
 @triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def forward(
-    q, k, v, out, lse, row_max, max_logits, sink,  # pointers; the last three may be None
+    q, k, v, out, lse, row_max, entropy, max_logits, sink,  # pointers; the last four may be None
     q_strides, k_strides, v_strides,  # batch / 8, head / 8, row; and of a transposed k, column
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, schedule,
@@ -58,8 +59,8 @@ def forward(
     SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of BLOCK_M queries of one head, and `row_max` and `max_logits` if they
-    are not None."""
+    """Compute out and lse of BLOCK_M queries of one head, and `row_max`, `entropy` and `max_logits`
+    if they are not None."""
     TRACK_MAX: tl.constexpr = max_logits is not None and SCORE is not None
     CONFIG: tl.constexpr = TritonFwdConfig(
         SCORE, INDEX, PRECISION, POSITIVE, TRACK_MAX, EVEN, tile.Width(d, D, D_REST),
@@ -82,7 +83,7 @@ def forward(
         scale, coords, dropout, (score_tensors, score_numbers), (mask_tensors, mask_numbers), None
     )
 
-    state = empty_softmax(BLOCK_M, CONFIG.dv)
+    state = empty_softmax(BLOCK_M, CONFIG.dv, entropy is not None)
     state = visit(
         state, q_tile, keys, rows, mods, schedule, program, kv_len, attend, MASK, BLOCK_N,
         BLOCK_EDGE, SCATTERED, CONFIG,
@@ -95,6 +96,8 @@ def forward(
     if sink is not None:
         state = with_sink(state, tl.load(sink + h))
     tl.store(lse + row + i, log_sum_exp(state.m, state.l), mask=live)
+    if entropy is not None:
+        tl.store(entropy + row + i, entropy_of(state.l, state.moment[0]), mask=live)
     factor = reciprocal(state.l)
     if dropout is not None:
         factor = factor * dropout.factor
@@ -146,7 +149,7 @@ def attend(
     v_rows = keys.v + n64 * keys.v_strides[2]
     v_tile = tile.load(v_rows, j, keys.v_strides[2], live, CONFIG.dv)
     acc = tile.add_product(tile.times(state.acc, rescale[:, None]), p, v_tile, CONFIG.precision)
-    return Softmax(acc, state.m, state.l, state.largest)
+    return Softmax(acc, state.m, state.l, state.largest, state.moment)
 
 
 @triton.jit

@@ -15,9 +15,12 @@ import triton.language as tl
 import triton
 
 from ..gpu.device.softmax import (
+    LN2,
     LOG2E,
     Softmax,
+    at_least_log_0,
     empty_softmax,
+    entropy_of,
     log_sum_exp,
     reciprocal,
     update_softmax,
@@ -55,13 +58,14 @@ class TangentSums(NamedTuple):
     softmax: Any  # `Softmax`
     acc: Any  # Σ exp2(T − m) ((T' − mean) v + v'), in pieces
     mean: Any  # of T'; natural units
+    moment: Any  # (Σ exp2(T − m) (T − m) (T' − mean),) for the entropy's tangent; else ()
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def tangent(
     q, k, v, q_tangent, k_tangent, v_tangent,  # pointers; None: it does not move
     out, lse, out_tangent, lse_tangent,
-    row_max, max_logits, sink, sink_tangent,  # these may be None, too
+    row_max, entropy, entropy_tangent, max_logits, sink, sink_tangent,  # these may be None, too
     q_strides, k_strides, v_strides, q_tangent_strides, k_tangent_strides, v_tangent_strides,
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, schedule,
@@ -73,7 +77,7 @@ def tangent(
     SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `forward` does, and the tangents of out and lse."""
+    """Compute what `forward` does, and the tangents of out, lse and entropy."""
     TRACK_MAX: tl.constexpr = max_logits is not None and SCORE is not None
     T_MOVES: tl.constexpr = q_tangent is not None or k_tangent is not None or CAPTURED_MOVE
     CONFIG: tl.constexpr = TritonTangentConfig(
@@ -108,10 +112,10 @@ def tangent(
         scale, coords, dropout, (score_tensors, score_numbers), (mask_tensors, mask_numbers), None
     )
 
+    softmax = empty_softmax(BLOCK_M, CONFIG.dv, entropy is not None)
     sums = TangentSums(
-        empty_softmax(BLOCK_M, CONFIG.dv), tile.zeros(BLOCK_M, CONFIG.dv),
-        tl.zeros([BLOCK_M], tl.float32),
-    )  # fmt: skip
+        softmax, tile.zeros(BLOCK_M, CONFIG.dv), tl.zeros([BLOCK_M], tl.float32), softmax.moment
+    )
     sums = visit(
         sums, MovingQueries(q_tile, q_tangent_tile), (keys, key_tangents), rows, mods, schedule,
         program, kv_len, attend, MASK, BLOCK_N, BLOCK_EDGE, SCATTERED, CONFIG,
@@ -127,6 +131,9 @@ def tangent(
     tl.store(lse + row + i, log_sum_exp(softmax.m, softmax.l), mask=live)
     tl.store(lse_tangent + row + i, sums.mean, mask=live)
     factor = reciprocal(softmax.l)
+    if entropy is not None:
+        tl.store(entropy + row + i, entropy_of(softmax.l, softmax.moment[0]), mask=live)
+        tl.store(entropy_tangent + row + i, -sums.moment[0] * factor * LN2, mask=live)
     if dropout is not None:
         factor = factor * dropout.factor
     tile.store(out + row * dv, i, live, tile.times(softmax.acc, factor[:, None]), CONFIG.dv)
@@ -176,10 +183,14 @@ def attend(
     if CONFIG.t_moves:
         p_tangent = p * (t_tangent - sums.mean[:, None])
         step = tl.sum(p_tangent, 1) * reciprocal(softmax.l)
+        of_block = None
+        if len(sums.moment) > 0:
+            base = tl.where(softmax.m == float("-inf"), 0.0, softmax.m)
+            of_block = tl.sum(p_tangent * at_least_log_0(t * unit - base[:, None]), 1)
         p_tangent = p_tangent - p * step[:, None]
-        sums = moved(softmax, sums, rescale, step)
+        sums = moved(softmax, sums, rescale, step, of_block)
     else:
-        sums = moved(softmax, sums, rescale, None)
+        sums = moved(softmax, sums, rescale, None, None)
     acc, acc_tangent = sums.softmax.acc, sums.acc
     if mods.dropout is not None:
         keep = tile.dropout_keep(mods.dropout, pairs)
@@ -195,7 +206,8 @@ def attend(
         acc_tangent = tile.add_product(acc_tangent, p, v_tangent, CONFIG.precision)
     # Last: ptxas needs 37 registers more where it is first (128 wide on sm_90), and spills 8 bytes.
     acc = tile.add_product(acc, p, v_tile, CONFIG.precision)
-    return TangentSums(Softmax(acc, softmax.m, softmax.l, softmax.largest), acc_tangent, sums.mean)
+    softmax = Softmax(acc, softmax.m, softmax.l, softmax.largest, softmax.moment)
+    return TangentSums(softmax, acc_tangent, sums.mean, sums.moment)
 
 
 @triton.jit
@@ -223,17 +235,23 @@ def scores_with_tangent(
 
 
 @triton.jit
-def moved(softmax, sums, rescale, step):
+def moved(softmax, sums, rescale, step, of_block):
     """Return the sums with the new `softmax`, both accumulators rescaled, and the mean moved by
-    `step` (None: by nothing)."""
+    `step` (None: by nothing).
+
+    - `of_block`: Σ exp2(T − m) (T − m) (T' − mean) of the new keys, with the old mean; None without
+      the entropy's tangent.
+    """
     acc = tile.times(softmax.acc, rescale[:, None])
     acc_tangent = tile.times(sums.acc, rescale[:, None])
-    mean = sums.mean
+    mean, moment = sums.mean, sums.moment
     if step is not None:
         mean += step
         acc_tangent = minus_times(acc_tangent, acc, step[:, None])
-    softmax = Softmax(acc, softmax.m, softmax.l, softmax.largest)
-    return TangentSums(softmax, acc_tangent, mean)
+        if of_block is not None:  # (the sum of p (T' − mean) is 0, so no shift of m counts)
+            moment = (moment[0] * rescale + of_block - step * softmax.moment[0],)
+    softmax = Softmax(acc, softmax.m, softmax.l, softmax.largest, softmax.moment)
+    return TangentSums(softmax, acc_tangent, mean, moment)
 
 
 @triton.jit
@@ -256,6 +274,11 @@ def with_moving_sink(sums, sink, sink_tangent, h):
     t_tangent = 0.0
     if sink_tangent is not None:
         t_tangent = tl.load(sink_tangent + h).to(tl.float32)
-    step = p * (t_tangent - sums.mean) * reciprocal(softmax.l)
-    unscaled = Softmax(sums.softmax.acc, softmax.m, softmax.l, softmax.largest)
-    return moved(unscaled, sums, rescale, step)
+    p_tangent = p * (t_tangent - sums.mean)
+    step = p_tangent * reciprocal(softmax.l)
+    of_sink = None
+    if len(sums.moment) > 0:
+        of_sink = p_tangent * at_least_log_0(logit.to(tl.float32) * LOG2E - base)
+    acc = sums.softmax.acc
+    unscaled = Softmax(acc, softmax.m, softmax.l, softmax.largest, softmax.moment)
+    return moved(unscaled, sums, rescale, step, of_sink)

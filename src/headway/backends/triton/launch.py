@@ -30,6 +30,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     out = outputs.memory_for(call, 0, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
     lse = outputs.memory_for(call, 1, (b, hq, q_len))
     row_max = empty(b, hq, q_len) if spec.row_max else None
+    entropy = empty(b, hq, q_len) if spec.entropy else None
     max_logits = None
     if lse.numel():
         plan = planned(spec, call, (), q, k, v)
@@ -42,15 +43,16 @@ def forward(spec: Spec, call: Call) -> Forward:
 
         def arguments(slots: int) -> tuple:
             max_logits = empty(b, hq, slots) if spec.max_logit else None
-            return q, k, v, out, lse, row_max, max_logits, sink
+            return q, k, v, out, lse, row_max, entropy, max_logits, sink
 
         *_, max_logits, _ = launcher(call, arguments)
-    return outputs.of_forward(spec, outputs.first_columns(out, dv), lse, row_max, max_logits)
+    out = outputs.first_columns(out, dv)
+    return outputs.of_forward(spec, out, lse, row_max, max_logits, entropy)
 
 
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
+    needs: tuple[bool, ...], dentropy: Tensor | None = None,
 ) -> Grads:  # fmt: skip
     """Run one kernel for dq and the gradients of captured tensors, and one or two for dk and dv."""
     d, dv_width = call.q.shape[3], call.v.shape[3]
@@ -66,7 +68,7 @@ def backward(
     plan = planned(spec, call, wanted, q, k, v, dout)
     if plan.uncompiled:
         parallel_compile.compile_backward(
-            plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
+            plan, lambda: backward(spec, call, out, lse, dout, dlse, needs, dentropy)
         )
     empty = partial(torch.empty, dtype=dq_dtype, device=q.device)
     # Query heads that share a key head run in parallel, and their results are summed here.
@@ -76,19 +78,21 @@ def backward(
     dq, workspace = empty(*q.shape), empty(plan.workspace.size, dtype=torch.float32)
     sums = plan.exact_sums.begin(captured)
     grads = captured_grads.by_gather(plan.codegen_spec, sums) if wanted else ()
+    of_workspace = workspace, None if dentropy is None else _padded(dentropy, plan.workspace.rows)
     rows = out.contiguous(), lse, _contiguous(dlse)
-    q_arguments = q, k, v, dout, *transposed(plan, k, v), workspace, *rows, dq, *grads
-    _backward_q_launcher(plan)(call, lambda slots: q_arguments, (out.dtype, dlse is None))
+    q_arguments = q, k, v, dout, *transposed(plan, k, v), *of_workspace, *rows, dq, *grads
+    variant = dentropy is None, out.dtype, dlse is None
+    _backward_q_launcher(plan)(call, lambda slots: q_arguments, variant)
     plan.exact_sums.write(sums, captured)
-    matrices = q, k, v, dout, *transposed(plan, q, dout), workspace
+    matrices = q, k, v, dout, *transposed(plan, q, dout), *of_workspace
     kv_grads = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
     for name in plan.passes[1:]:
         arguments = *matrices, *kv_grads[name]
-        LAUNCHERS[name](plan)(call, lambda slots, arguments=arguments: arguments)
+        LAUNCHERS[name](plan)(call, lambda slots, arguments=arguments: arguments, variant[0])
     dsink = None
     if call.sink is not None:
         delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
-        dsink = captured_grads.of_sink(call.sink, lse, delta)
+        dsink = captured_grads.of_sink(call.sink, lse, delta, dentropy)
     if grouped:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dkv_dtype) for x in (dk, dv))
     widths = (dq, d), (dk, d), (dv, dv_width)
@@ -105,6 +109,7 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     out_tangent = empty(*rows, v.shape[3], dtype=spec.result_dtype(q.dtype))
     lse, lse_tangent = empty(*rows), empty(*rows)
     row_max, max_logits = empty(*rows) if spec.row_max else None, None
+    entropies = (empty(*rows), empty(*rows)) if spec.entropy else (None, None)
     if lse.numel():
         wider = _with_tables(spec, call, along)
         plan = planned_along(*wider, along.moving, q, k, v, *moving)
@@ -116,7 +121,7 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
         matrices = (
             q, k if k_transposed is None else k_transposed, v,
             q_tangent, k_tangent if k_tangent_transposed is None else k_tangent_transposed,
-            v_tangent, out, lse, out_tangent, lse_tangent, row_max,
+            v_tangent, out, lse, out_tangent, lse_tangent, row_max, *entropies,
         )  # fmt: skip
         sinks = _contiguous(call.sink), _contiguous(along.sink)
 
@@ -128,8 +133,9 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
         *_, max_logits, _, _ = launcher(wider[1], arguments, along.sink is None)
     dv = call.v.shape[3]
     out, out_tangent = (outputs.first_columns(x, dv) for x in (out, out_tangent))
-    primal = outputs.of_forward(spec, out, lse, row_max, max_logits)
-    return Dual(*primal, out_tangent, lse_tangent, primal.entropy)
+    primal = outputs.of_forward(spec, out, lse, row_max, max_logits, entropies[0])
+    entropy_tangent = primal.entropy if entropies[1] is None else entropies[1]
+    return Dual(*primal, out_tangent, lse_tangent, entropy_tangent)
 
 
 def _with_tables(spec: Spec, call: Call, along: Tangents) -> tuple[Spec, Call]:
@@ -217,6 +223,11 @@ def _transpose(x: Tensor) -> Tensor:
     b, h, length, width = x.shape
     columns = x.new_empty(b, h, width, -(-length // 16) * 16)
     return columns[..., :length].mT.copy_(x)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Return numbers of rows `(b, h, rows or fewer)`, contiguous, padded by 0 to so many rows."""
+    return torch.nn.functional.pad(x, (0, rows - x.shape[2])).contiguous()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

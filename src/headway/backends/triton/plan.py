@@ -170,15 +170,16 @@ class Launcher:
         """Return the arguments of the kernel.
 
         - `matrices`: for the forward and the tangent, their first arguments. For a backward q, k,
-          v, dout, two transposed copies or None, the workspace; for `backward_q` also out, lse and
-          dlse, from which it fills the workspace; and the gradients, the captured tensors' last.
+          v, dout, two transposed copies or None, the workspace, dentropy; for `backward_q` also
+          out, lse and dlse, from which it fills the workspace; and the gradients, the captured
+          tensors' last.
         """
         plan, grads = self.plan, ()
         count = 6 if self.name == "tangent" else 3
         layout: tuple = tuple([None if x is None else _strides(x) for x in matrices[:count]])
         coords, schedule, captured, seed = plan.arranged(schedules, tensors, floats)
         if self.name not in ("forward", "tangent"):
-            q, k, v, dout, first, second, workspace, *results = matrices
+            q, k, v, dout, first, second, workspace, dentropy, *results = matrices
             transposed = None
             if first is not None:
                 transposed = (first, _strides(first)), (second, _strides(second))
@@ -186,10 +187,10 @@ class Launcher:
             delta, lse2, *_ = plan.workspace.split(workspace)
             if self.name == "backward_q":
                 out, lse, dlse, dq, *captured_grads = results
-                matrices = q, k, v, dout, out, lse, dlse, lse2, delta, dq
+                matrices = q, k, v, dout, out, lse, dlse, dentropy, lse2, delta, dq
                 grads = (tuple(captured_grads),)
             else:
-                matrices = q, k, v, dout, lse2, delta, *results
+                matrices = q, k, v, dout, lse2, delta, dentropy, *results
         dropout = tile.Dropout(seed[0], *plan.dropout) if seed else None
         return (*matrices, *layout, *plan.static, coords, dropout, schedule, *captured, *grads)
 

@@ -14,6 +14,7 @@ from .. import precision
 from . import tiles
 
 LOG2E, LN2 = tl.constexpr(precision.LOG2E), tl.constexpr(precision.LN2)
+_LOG_0 = tl.constexpr(precision.LOG_0)
 
 
 class Softmax(NamedTuple):
@@ -23,14 +24,18 @@ class Softmax(NamedTuple):
     m: Any  # the largest T so far, in units of log 2
     l: Any  # Σ exp2(T − m)
     largest: Any  # the largest S so far, if TRACK_MAX; else unused
+    moment: Any  # (Σ exp2(T − m) (T − m),) for the entropy; else ()
 
 
 @triton.jit
-def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr, ENTROPY: tl.constexpr):
     """Return the `Softmax` of no keys."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
-    return Softmax(tiles.zeros(ROWS, WIDTH), m, l, m)
+    moment = ()
+    if ENTROPY:
+        moment = (tl.zeros([ROWS], tl.float32),)
+    return Softmax(tiles.zeros(ROWS, WIDTH), m, l, m, moment)
 
 
 @triton.jit
@@ -42,7 +47,7 @@ def update_softmax(state, t, unit, s, TRACK_MAX: tl.constexpr):
     - `unit`: that unit over log 2.
     - `s`: S, whose largest value is tracked if `TRACK_MAX`.
     """
-    acc, m, l, largest = state
+    acc, m, l, largest, moment = state
     if TRACK_MAX:  # of S, where T says that the pair is kept
         kept_s = tl.where(t == float("-inf"), float("-inf"), s)
         largest = tl.maximum(largest, tl.max(kept_s, 1))
@@ -50,29 +55,58 @@ def update_softmax(state, t, unit, s, TRACK_MAX: tl.constexpr):
     m = tl.maximum(m, tl.max(t, 1) * unit)
     # A query that has seen no key yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
     base = tl.where(m == float("-inf"), 0.0, m)
-    p = tl.exp2(t * unit - base[:, None])
+    exponent = t * unit - base[:, None]
+    p = tl.exp2(exponent)
     rescale = tl.exp2(old_m - base)
+    if len(moment) > 0:
+        earlier = moved_moment(moment[0], l, old_m - base, rescale)
+        moment = (earlier + tl.sum(p * at_least_log_0(exponent), 1),)
     l = l * rescale + tl.sum(p, 1)
-    return p, rescale, Softmax(acc, m, l, largest)
+    return p, rescale, Softmax(acc, m, l, largest, moment)
+
+
+@triton.jit
+def at_least_log_0(exponent):
+    """Return the exponent of a P, finite where P is 0: their product is then 0."""
+    return tl.maximum(exponent, _LOG_0)
+
+
+@triton.jit
+def moved_moment(moment, l, shift, rescale):
+    """Return `Softmax.moment` of the same keys where m is less by `shift`, with `rescale` = exp2(
+    shift)."""
+    return (moment + l * at_least_log_0(shift)) * rescale
 
 
 @triton.jit
 def with_sink(state, sink):
     """Return the softmax with one more key, whose logit is `sink` and whose value is 0."""
-    acc, m, l, largest = state
+    acc, m, l, largest, moment = state
     s = sink.to(tl.float32) * LOG2E
     old_m = m
     m = tl.maximum(m, s)
     base = tl.where(m == float("-inf"), 0.0, m)
     rescale = tl.exp2(old_m - base)
-    l = l * rescale + tl.exp2(s - base)
-    return Softmax(tiles.times(acc, rescale[:, None]), m, l, largest)
+    p = tl.exp2(s - base)
+    if len(moment) > 0:
+        earlier = moved_moment(moment[0], l, old_m - base, rescale)
+        moment = (earlier + p * at_least_log_0(s - base),)
+    l = l * rescale + p
+    return Softmax(tiles.times(acc, rescale[:, None]), m, l, largest, moment)
 
 
 @triton.jit
 def log_sum_exp(m, l):
     """Return lse, in natural logarithms."""
     return (m + tl.log2(l)) * LN2
+
+
+@triton.jit
+def entropy_of(l, moment):
+    """Return the entropy, in natural units: the sum of two numbers of at least 0, but for rounding;
+    0 for a query that sees no key."""
+    entropy = (tl.log2(tl.where(l == 0.0, 1.0, l)) - moment * reciprocal(l)) * LN2
+    return tl.where(entropy < 0.0, 0.0, entropy)
 
 
 @triton.jit

@@ -57,7 +57,9 @@ def suits(spec: Spec, call: Call) -> bool:
     q, k = call.q, call.k
     if q.shape[2] * (q.shape[1] // k.shape[1]) > MAX_PLAIN_QUERIES or not k.shape[2]:
         return False
-    if spec.dropout or spec.tiles is not None or spec.exact_out or q.dtype not in DTYPES:
+    if spec.dropout or spec.entropy or spec.tiles is not None or spec.exact_out:
+        return False
+    if q.dtype not in DTYPES:
         return False
     if call.coords.q_pos is not None or call.coords.kv_pos is not None:
         return False

@@ -228,7 +228,7 @@ def attend(
         scale = scale * tl.load(cache.k_scale + k_scale_at, mask=in_batch, other=0.0)
     kv_offset = offsets.kv if cache.lengths is None else 0
 
-    state = empty_softmax(ROWS, DV)
+    state = empty_softmax(ROWS, DV, False)
     for list_entry in tl.range(from_block, to_block):
         block = list_entry
         if cache.blocks is not None:
@@ -266,7 +266,7 @@ def attend(
                 tiles.load(v_base, kv_rows[1], KV_UNIT, live, DV), q_tile[0].dtype, CONFIG
             )  # fmt: skip
         acc = tiles.add_product(tiles.times(state.acc, rescale[:, None]), p, v_tile, PRECISION)
-        state = Softmax(acc, state.m, state.l, state.largest)
+        state = Softmax(acc, state.m, state.l, state.largest, ())
     return state
 
 

@@ -76,7 +76,7 @@ def merge_partials(partials, first_cta, count, i, live, CONFIG: tl.constexpr):
         for more in tl.static_range(PARTIALS_AT_ONCE):
             weight = tl.exp2(maxima[more] - base)[:, None]
             acc = add_pieces(acc, tiles.times(accumulators[more], weight))
-    return Softmax(acc, m, l, largest)
+    return Softmax(acc, m, l, largest, ())
 
 
 @triton.jit
