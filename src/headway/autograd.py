@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .backends import cpu, get
@@ -34,11 +33,13 @@ from .operators import (
     warn_traced,
 )
 from .surroundings import (
+    are_plain,
     differentiated_in_compile,
     has_tangent,
     in_forward_mode,
     is_older_batched,
     is_wrapped,
+    operators_are_changed,
     requires_grad,
     rows_of_batch,
     transforms,
@@ -307,15 +308,7 @@ def _once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None)
     ])  # fmt: skip
 
 
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-
-
-# Every call asks these, so they are looked up once.
-_modes = torch._C._len_torch_dispatch_stack
-_tracing, _profiled = torch._C._is_tracing, torch.autograd._profiler_enabled
-_included, _PRE_DISPATCH = (
-    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
-)  # fmt: skip
+_profiled = torch.autograd._profiler_enabled  # every call asks it, so it is looked up once
 
 
 def needs_operators(*tensors: Tensor | None) -> bool:
@@ -330,7 +323,7 @@ def _observed(*tensors: Tensor | None) -> bool:
     return (
         _observed_by_modes()
         or tensors[0].is_meta  # type: ignore[union-attr]
-        or not _PLAIN.issuperset(map(type, tensors))
+        or not are_plain(*tensors)
     )
 
 
@@ -349,14 +342,7 @@ def _inputs(call: Call) -> list[Tensor | None]:
 
 def _observed_by_modes() -> bool:
     """Return `_observed` for plain tensors."""
-    return (
-        _modes() > 0
-        or transforms()
-        or _included(_PRE_DISPATCH)
-        or _tracing()
-        or _profiled()
-        or forward_ad._current_level >= 0
-    )
+    return operators_are_changed() or _profiled()
 
 
 def _without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:

@@ -28,6 +28,30 @@ is_older_batched = _functorch.is_legacy_batchedtensor  # by a vmap older than `t
 transforms = torch._C._are_functorch_transforms_active
 
 
+_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+_included, _PRE_DISPATCH = (
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+)  # fmt: skip
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def operators_are_changed() -> bool:
+    """Return whether a mode, a transform or a tracer lets operators on plain tensors do more than
+    compute."""
+    return (
+        _modes() > 0
+        or transforms()
+        or _included(_PRE_DISPATCH)
+        or _tracing()
+        or forward_ad._current_level >= 0
+    )
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Return whether no tensor is of a subclass."""
+    return _PLAIN.issuperset(map(type, tensors))
+
+
 def is_other_device(device: torch.device) -> bool:
     """Return whether a CUDA device is not the current one.
 

@@ -15,6 +15,7 @@ from headway.backends.gpu.inference import plan
 
 from . import gpu_kernel as kernel
 from .gather import by_rows, caches
+from .slot_writes import wrong_float8, wrong_write
 
 SHAPES = {
     "masks and scores": kernel.masks_and_scores, "block masks": kernel.block_masks,
@@ -43,6 +44,15 @@ def test_float32(case, precision, bound):
         assert case(dtype=torch.float32, device="cuda") < bound
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_writes_to_slots():
+    assert [wrong_write(seed, device="cuda") for seed in range(50)] == [""] * 50
+
+
+@pytest.mark.parametrize("dtype", [kernel.E4M3, kernel.E5M2], ids=str)
+def test_writes_float8(dtype):
+    assert not wrong_float8(dtype, "cuda")
 
 
 def test_long_rows_are_the_same_bits_every_time():

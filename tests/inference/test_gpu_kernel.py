@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from triton.runtime.jit import JITFunction
 import headway as hw
 from graphs import recording
 from headway import backends, inference
+from headway.backends import slots as write
 from headway.backends import triton as backend
 from headway.backends.base import Call, CapabilityKey, capability_key
 from headway.backends.gpu.inference import plan
@@ -39,6 +41,7 @@ from tools.emulator.launch import emulating
 from . import gpu_kernel as kernel
 from .engines import ENGINES, WINDOWS
 from .gather import by_rows, caches
+from .slot_writes import wrong_write
 
 
 def test_interpreted():
@@ -70,6 +73,62 @@ def test_compiled(target, case):
     assert {*ran} == {"infer"}
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])  # one encodes float8, one has instructions
+def test_writes_to_slots(target):
+    with emulating(target, backend) as ran:
+        assert [wrong_write(seed, most=20) for seed in range(6)] == [""] * 6
+    assert {*ran} == {"write_kernel"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["rows", "pages"])
+def test_caches_append(kind, packed):
+    """The kernel writes what PyTorch's operators write, where rows have different numbers of new
+    tokens, and tokens of no row follow."""
+    scale, made = torch.rand(2, 2) + 0.1, []
+    k, v = torch.randn(2, 2, 2, 3, 8), torch.randn(2, 2, 2, 3, 6)
+    for target in (None, "sm_90"):
+        options: dict[str, Any] = {
+            "layers": 2, "hk": 2, "d": 8, "dv": 6, "k_scale": scale, "dtype": kernel.E4M3
+        }  # fmt: skip
+        if kind == "pages":
+            cache = inference.PagedCache(pages=5, page=4, rows=2, **options)
+        else:
+            cache = inference.Cache(b=2, capacity=7, **options)
+        with nullcontext([]) if target is None else emulating(target, backend) as ran:
+            for new_k, new_v in zip(k, v, strict=True):
+                cache.reserve([0, 1], [3, 1])
+                for n in range(2):
+                    if packed:
+                        of = [x.transpose(0, 1).flatten(1, 2)[None] for x in (new_k, new_v)]
+                        cache[n].append(*of, cu_q=torch.tensor([0, 3, 4], dtype=torch.int32))
+                    else:
+                        cache[n].append(new_k, new_v)
+        assert ran == ([] if target is None else ["write_kernel"] * 4)
+        made.append([x.view(torch.uint8) for x in cache.stored])
+    assert all(map(torch.equal, *made))
+    assert made[0][0].any()
+
+
+def test_writes_to_slots_in_wide_pieces():
+    """Every thread copies 16 bytes at a time, two of keys and two of values; all numbers of
+    tokens have one kernel."""
+    k, v = torch.zeros(600, 3, 8, 128, dtype=torch.bfloat16)[:, 1:].unbind(1)
+    cache = torch.zeros(50, 2, 16, 8, 128, dtype=torch.bfloat16)
+    k_cache, v_cache = cache.transpose(2, 3).unbind(1)
+    kernels: list[Any] = []
+    with compiling("sm_90", kernels):
+        for tokens in (1, 2, 7, 16, 130, 600):
+            slots = torch.arange(tokens)
+            write.write_slots(k[:tokens], v[:tokens], k_cache, v_cache, slots, None, None)
+    assert len({compiled.hash for _, compiled in kernels}) == 1
+    name, compiled = kernels[0]
+    resources = _resources("sm_90", name, compiled)
+    assert (resources.spills, resources.shared, resources.faults) == (0, 0, ())
+    ptx = compiled.asm["ptx"]
+    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 4
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_of_an_engine_is_replayed(engine):
     """The whole step is captured, and every replay is right for what the buffers hold by then."""
@@ -77,11 +136,14 @@ def test_a_step_of_an_engine_is_replayed(engine):
     serving = ENGINES[engine]("cpu", torch.float32, width)
     serving.draw(0)
     with (
-        emulating("sm_90", backend),
+        emulating("sm_90", backend) as ran,
         mock.patch.object(slots, "host_can_read", return_value=False),  # as in a capture
+        # A capture is no mode, as its stand-in here is: kernels run.
+        mock.patch.object(write, "operators_are_changed", return_value=False),
     ):
         with recording() as graph:
             serving.step(mask, backend="triton")
+        assert ran == ["write_kernel", "infer"]
         for seed in (0, 1, 2):
             serving.draw(seed)
             graph.replay()

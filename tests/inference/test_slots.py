@@ -1,13 +1,18 @@
 """`write`: slots of a paged cache, against a loop."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headway as hw
 from headway import inference
 from headway.errors import ArgumentError
 from headway.types import FLOAT8
+
+from .slot_writes import wrong_float8, wrong_write
 
 PAGES, HK, PAGE, D, DV = 5, 2, 4, 8, 6
 
@@ -60,6 +65,63 @@ def test_float8_is_clamped_to_its_range(dtype):
     largest = torch.finfo(dtype).max
     right = torch.tensor([largest, -largest, largest, torch.nan])
     torch.testing.assert_close(cache.float().flatten(), right, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_every_number_as_float8(dtype):
+    assert not wrong_float8(dtype)
+
+
+class Mode(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext, Mode])
+def test_random_writes(mode):
+    """Under a mode no number is read."""
+    with mode():
+        assert [wrong_write(seed) for seed in range(60)] == [""] * 60
+
+
+def written(k, v, whole, slots):
+    """A write to two views of one tensor, and what is read after it."""
+    k_cache, v_cache = whole.transpose(2, 3).unbind(1)
+    inference.write(k, v, k_cache, v_cache, slots)
+    return k_cache + 1, v_cache + 1
+
+
+@pytest.mark.parametrize("transform", ["compile", "export", "vmap"])
+def test_transformed(transform):
+    slots = torch.tensor([5, -1, 19])
+    k, v, whole = (
+        torch.randn(4, *shape) for shape in ((3, HK, D),) * 2 + ((PAGES, 2, PAGE, HK, D),)
+    )
+    copy = whole.clone()
+    expected = [written(k[n], v[n], whole[n], slots) for n in range(4)]
+    if transform == "vmap":
+        made = list(zip(*torch.vmap(written, (0, 0, 0, None))(k, v, copy, slots), strict=True))
+    else:
+        if transform == "compile":
+            fn = torch.compile(written, fullgraph=True, backend="aot_eager")
+        else:
+            module = type("Module", (torch.nn.Module,), {"forward": staticmethod(written)})
+            fn = torch.export.export(module(), (k[0], v[0], copy[0].clone(), slots)).module()
+        made = [fn(k[n], v[n], copy[n], slots) for n in range(4)]
+    assert torch.equal(copy, whole)
+    for x, y in zip(made, expected, strict=True):
+        assert all(map(torch.equal, x, y))
+
+
+def test_a_write_is_seen_by_what_was_saved_before():
+    k_cache, v_cache = caches("pages first", torch.float32)
+    x = torch.ones((), requires_grad=True)
+    saved = (x * k_cache).sum()
+    inference.write(NEW, NEW, k_cache, v_cache, SLOTS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
 
 
 def test_tokens_that_are_all_skipped_write_nothing():

@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
 from headway.backends.gpu.inference import config
+from headway.types import FLOAT8
 from inference import gpu_kernel as kernel
+from inference.slot_writes import DTYPES, wrong_float8, wrong_write
 from tools.interpreter import quicker
 
 CASES = [
@@ -49,7 +51,12 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001  (the parent reports it)
             wrong[str(case)] = f"{type(error).__name__}: {error}"
         print(case, f"{time.perf_counter() - start:.1f} s", flush=True)
-    print(json.dumps(wrong))
+    numpy_dtypes = [dtype for dtype in DTYPES if dtype != torch.bfloat16]
+    for seed in range(30):
+        wrong[f"write {seed}"] = wrong_write(seed, numpy_dtypes)
+    for dtype in FLOAT8:
+        wrong[f"write {dtype}"] = wrong_float8(dtype)
+    print(json.dumps({name: error for name, error in wrong.items() if error}))
 
 
 if __name__ == "__main__":

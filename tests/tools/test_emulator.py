@@ -282,6 +282,20 @@ def test_e4m3():
         assert torch.equal(made.nan_to_num(-1), expected.nan_to_num(-1))
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("e4m3x2", torch.float8_e4m3fn), ("e5m2x2", torch.float8_e5m2)]
+)
+def test_to_float8(kind, dtype):
+    """Two numbers for each thread, the second in the low byte."""
+    x, out = torch.randn(THREADS) * 1e3, torch.zeros(THREADS, dtype=torch.int32)
+    x[:2] = torch.tensor([torch.inf, torch.nan])
+    text = f"cvt.rn.satfinite.{kind}.f32 %h0, %a, 0f3F800000; cvt.u32.u16 %y, %h0;"
+    made = run(text, x, out)
+    largest = torch.finfo(dtype).max
+    pairs = torch.stack([torch.ones(THREADS), x.clamp(-largest, largest)], 1).to(dtype)
+    assert torch.equal(made, pairs.view(torch.int16)[:, 0].int() & 0xFFFF)
+
+
 def test_what_is_not_known_is_refused():
     out = torch.zeros(THREADS, dtype=torch.int32)
     for text in (

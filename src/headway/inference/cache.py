@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import DTYPES, count_of, shown
+from ..backends.slots import write_slots
 from ..errors import ArgumentError, CacheFull
 from ..types import FLOAT8, as_int
-from .slots import as_stored
 from .step import Reservation, check_offsets, may_be_replayed
 
 
@@ -57,12 +57,11 @@ class Layer:
         """
         cache = self.cache
         cache.step.check_read(self.n, self.turn)
-        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        k_scale, v_scale = self._scales
         return {
-            "lengths": cache.lengths,
-            "page_table": cache.page_table,
-            **{name: s if s is None or s.dim() == 0 else s[self.n] for name, s in scales.items()},
-        }
+            "lengths": cache.lengths, "page_table": cache.page_table, "k_scale": k_scale,
+            "v_scale": v_scale,
+        }  # fmt: skip
 
     def positions(self, length: int) -> Tensor:
         """Return the positions of the last `length` tokens of every row, int64 `(rows, length)`."""
@@ -86,9 +85,9 @@ class Layer:
         """
         cache = self.cache
         of_k, of_v = (x[self.n] for x in cache.stored)
-        pairs: list[tuple] = [("k", k, of_k, cache.k_scale)]
+        pairs: list[tuple] = [("k", k, of_k)]
         if v is not None or of_v.shape[-1]:
-            pairs.append(("v", v, of_v, cache.v_scale))
+            pairs.append(("v", v, of_v))
         tokens = cache.check_new(pairs, cu_q)
         replayed = may_be_replayed(cache.lengths)
         if replayed:
@@ -96,23 +95,18 @@ class Layer:
         else:
             cache.step.check_append(self.n, self.turn, tokens, cu_q)
         with torch.no_grad():
-            writes = [
-                (stored, self._stored(update, stored, scale)) for _, update, stored, scale in pairs
-            ]
-            places = cache.places(self.n, tokens, cu_q)
-            for stored, update in writes:
-                if stored.dtype.itemsize == 1:  # PyTorch writes no float8 by index
-                    stored, update = stored.view(torch.uint8), update.view(torch.uint8)
-                stored.transpose(1, 2)[places] = update.transpose(1, 2)
+            v = k[..., :0] if v is None else v
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+            write_slots(k, v, of_k, of_v, cache.slots(self.n, tokens, cu_q), *self._scales)
             cache.written[self.n].copy_(cache.lengths)
         if not replayed:  # a capture writes nothing yet
             self.turn.due = False
 
-    def _stored(self, new: Tensor, stored: Tensor, scale: Tensor | None) -> Tensor:
-        """New numbers as the cache stores them."""
-        if scale is not None:
-            scale = (scale if scale.dim() == 0 else scale[self.n]).reshape(-1, 1, 1)
-        return as_stored(new, stored.dtype, scale)
+    @property
+    def _scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of this layer's keys and values."""
+        of_layer = lambda scale: scale if scale is None or scale.dim() == 0 else scale[self.n]
+        return of_layer(self.cache.k_scale), of_layer(self.cache.v_scale)
 
 
 class _Cache:
@@ -128,7 +122,7 @@ class _Cache:
     row_lengths: list[int]
     step: Reservation
 
-    def _scales(self, layers: int, hk: int, k_scale: Any, v_scale: Any) -> None:
+    def _set_scales(self, layers: int, hk: int, k_scale: Any, v_scale: Any) -> None:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is not None and (
                 not isinstance(scale, Tensor) or tuple(scale.shape) not in ((), (layers, hk))
@@ -137,7 +131,8 @@ class _Cache:
                     f"{name} must be a float tensor () or (layers, hk) = {(layers, hk)}, got "
                     f"{shown(scale)}"
                 )
-        self.k_scale, self.v_scale = k_scale, v_scale
+        device = self.stored[0].device
+        self.k_scale, self.v_scale = (s if s is None else s.to(device) for s in (k_scale, v_scale))
 
     def _counters(self, layers: int, rows: int, device: Any) -> None:
         with torch.inference_mode(False):
@@ -172,7 +167,7 @@ class _Cache:
             check_offsets(cu_q, len(self.lengths), self.lengths.device)
         rows = len(self.lengths) if cu_q is None else 1
         tokens = None
-        for name, new, stored, _ in pairs:
+        for name, new, stored in pairs:
             hk, width = stored.shape[1], stored.shape[3]
             if not isinstance(new, Tensor) or new.dim() != 4 or not new.is_floating_point():
                 raise ArgumentError(
@@ -188,10 +183,9 @@ class _Cache:
                 raise ArgumentError(f"{name} is on {new.device}, the cache on {stored.device}")
         return tokens or 0
 
-    def places(self, n: int, tokens: int, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the destinations of the tokens of layer n: pages (or rows) and offsets in them,
-        `(rows, tokens)` or `(1, tokens)`. Tokens that a row has already, and tokens of no row, go
-        to the last page (or offset), which no row uses."""
+    def slots(self, n: int, tokens: int, cu_q: Tensor | None) -> Tensor:
+        """Return the slots of the tokens of layer n, `(rows · tokens,)` or `(tokens,)`. It is -1
+        for tokens that a row has already, and for tokens of no row."""
         device, written = self.lengths.device, self.written[n]
         if cu_q is None:
             row = torch.arange(len(self.lengths), device=device)[:, None]
@@ -203,9 +197,10 @@ class _Cache:
             row = packed_row.clamp(0, last_row)
             position = self.lengths[row] - cu_q[row + 1] + token
             is_new = (position >= written[row]) & (packed_row == row)
-        return self._places(row, position, is_new)
+        return torch.where(is_new, self._slots(row, position.clamp(0)), -1).flatten()
 
-    def _places(self, row: Tensor, position: Tensor, is_new: Tensor) -> tuple[Tensor, Tensor]:
+    def _slots(self, row: Tensor, position: Tensor) -> Tensor:
+        """Return the slots of positions, int64."""
         raise NotImplementedError
 
     def _rows(self, call: str, rows: Any) -> list[int]:
@@ -310,33 +305,22 @@ class Cache(_Cache):
             raise ArgumentError(f"max_capacity={max_capacity} is less than capacity={capacity}")
         self._shape = count_of("layers", layers, 1), count_of("b", b), count_of("hk", hk, 1)
         self._widths = count_of("d", d), d if dv is None else count_of("dv", dv)
-        self._scales(layers, hk, k_scale, v_scale)
         self.stored = self._made(capacity, dtype, device)
+        self._set_scales(layers, hk, k_scale, v_scale)
         self._counters(layers, b, device)
 
     def _made(self, capacity: int, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
-            # One place more, where `append` puts what was not reserved.
             k, v = (
-                torch.zeros(*self._shape, capacity + 1, width, dtype=dtype, device=device)
+                torch.zeros(*self._shape, capacity, width, dtype=dtype, device=device)
                 for width in self._widths
             )
         return k, v
 
     @property
-    def keys(self) -> Tensor:
-        """Return the keys of all layers, `(layers, b, hk, capacity, d)`."""
-        return self.stored[0][:, :, :, :-1]
-
-    @property
-    def values(self) -> Tensor:
-        """Return the values of all layers, `(layers, b, hk, capacity, dv)`."""
-        return self.stored[1][:, :, :, :-1]
-
-    @property
     def capacity(self) -> int:
         """Keys that a row has room for."""
-        return self.stored[0].shape[3] - 1
+        return self.stored[0].shape[3]
 
     def reserve(self, rows: int | Sequence[int], tokens: int | Sequence[int]) -> None:
         """Make room for the next tokens of these rows (one number for all, or one for each), and
@@ -380,8 +364,8 @@ class Cache(_Cache):
         self._shorten(row, length)
         self._tell_lengths(shorter=True)
 
-    def _places(self, row: Tensor, position: Tensor, is_new: Tensor) -> tuple[Tensor, Tensor]:
-        return row, torch.where(is_new, position, self.capacity)
+    def _slots(self, row: Tensor, position: Tensor) -> Tensor:
+        return row * self.capacity + position
 
 
 class PagedCache(_Cache):
@@ -427,13 +411,13 @@ class PagedCache(_Cache):
         self.max_pages = pages if max_pages is None else count_of("max_pages", max_pages, 1)
         shape = layers, pages + 1, count_of("hk", hk, 1), self.page
         widths = count_of("d", d), d if dv is None else count_of("dv", dv)
-        self._scales(layers, hk, k_scale, v_scale)
         with torch.inference_mode(False):
             k, v = (torch.zeros(*shape, n, dtype=dtype, device=device) for n in widths)
             self.page_table = torch.full(
                 (rows, self.max_pages), pages, dtype=torch.int32, device=device
             )
         self.stored = k, v
+        self._set_scales(layers, hk, k_scale, v_scale)
         self._counters(layers, rows, device)
         self._pages: list[list[int]] = [[] for _ in range(rows)]
         self._in_use = [False] * rows
@@ -565,7 +549,6 @@ class PagedCache(_Cache):
         row_index = torch.tensor(rows, device="cpu").to(device)
         self.page_table[row_index] = torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
 
-    def _places(self, row: Tensor, position: Tensor, is_new: Tensor) -> tuple[Tensor, Tensor]:
-        offset = position.clamp(0)
-        page = self.page_table[row, offset // self.page]
-        return torch.where(is_new, page, len(self._users)).long(), offset % self.page
+    def _slots(self, row: Tensor, position: Tensor) -> Tensor:
+        page = self.page_table[row, position // self.page].long()
+        return page * self.page + position % self.page

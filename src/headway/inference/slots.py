@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import DTYPES, shown
+from ..backends.slots import write_slots
 from ..errors import ArgumentError
 from ..surroundings import host_can_read
 from ..types import FLOAT8
@@ -23,25 +24,28 @@ def write(
 ) -> None:
     """Write the key and value of every token to its slot in a paged cache.
 
-    Slot s is place `s % page` of page `s // page`. A token whose slot is -1 is skipped. Device work
-    alone, also in a CUDA graph whose slots change; without a gradient.
+    Slot s is place `s % page` of page `s // page`. A token whose slot is -1 is skipped. One kernel
+    on a GPU, also in a CUDA graph whose slots change; the host reads nothing. Without a gradient.
 
     **Arguments:**
 
-    - `k`, `v`: `(tokens, hk, d)` and `(tokens, hk, dv)`, converted to the cache's dtype; for
-      float8 clamped to its range.
+    - `k`, `v`: `(tokens, hk, d)` and `(tokens, hk, dv)`, with any strides, converted to the
+      cache's dtype; for float8 clamped to its range.
     - `k_cache`, `v_cache`: `(pages, hk, page, ·)` as `inference.attention` takes them, with any
       strides: an engine's `(pages, page, hk, ·)` is a view, `.transpose(1, 2)`.
     - `slot_mapping`: int32 or int64 `(tokens,)`. A slot outside of the cache is an error on the
-      CPU; elsewhere its token is skipped. If two tokens have one slot, either may be there
-      afterwards.
-    - `k_scale`, `v_scale`: float tensors by which k and v are divided.
+      CPU; elsewhere its token is skipped. If several tokens have one slot, each number there
+      comes from one of them.
+    - `k_scale`, `v_scale`: float tensors by which k and v are divided, in the accumulation dtype.
+
+    If both caches share memory, as in MLA, k and v must have the same numbers for it.
 
     **Raises:** `ArgumentError`, before anything is written.
     """
     _check(k, v, k_cache, v_cache, slot_mapping)
-    scales = _scale("k_scale", k_scale, k), _scale("v_scale", v_scale, v)
-    slots, page = k_cache.shape[0] * k_cache.shape[2], k_cache.shape[2]
+    _check_scale("k_scale", k_scale, k)
+    _check_scale("v_scale", v_scale, v)
+    slots = k_cache.shape[0] * k_cache.shape[2]
     if slot_mapping.is_cpu and host_can_read(slot_mapping) and slot_mapping.numel():
         low, high = map(int, slot_mapping.aminmax())
         if low < -1 or high >= slots:
@@ -49,54 +53,25 @@ def write(
                 f"slot_mapping has slots from {low} to {high}, but the cache has 0 to {slots - 1} "
                 "(and -1 skips a token)"
             )
-    if not slots or not k.shape[0]:
-        return
-    with torch.no_grad():
-        slot = slot_mapping.long()
-        valid = (slot >= 0) & (slot < slots)
-        # A token without a slot repeats what the first token with one writes, to the same place. If
-        # there is none, all write what slot 0 holds.
-        source = torch.where(
-            valid, torch.arange(len(slot), device=slot.device), valid.int().argmax()
-        )
-        places = torch.where(valid.any(), slot[source], 0)
-        where = places // page, places % page
-        for new, cache, scale in ((k, k_cache, scales[0]), (v, v_cache, scales[1])):
-            by_place = _bytes(cache).transpose(1, 2)
-            numbers = _bytes(as_stored(new, cache.dtype, scale))[source]
-            by_place[where] = torch.where(valid.any(), numbers, by_place[0, 0])
+    write_slots(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def is_expanded(x: Tensor) -> bool:
     """Return whether several elements of a tensor are one number in memory."""
-    return any(size > 1 and step == 0 for size, step in zip(x.shape, x.stride(), strict=True))
+    strides = x.stride()
+    return 0 in strides and any(
+        size > 1 and step == 0 for size, step in zip(x.shape, strides, strict=True)
+    )
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """Return float8 numbers as bytes, since PyTorch writes none by index."""
-    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-
-
-def as_stored(new: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """Return new numbers, divided by a scale that broadcasts, as a cache of this dtype stores
-    them."""
-    if scale is not None:
-        new = new / scale.to(new.dtype)
-    if dtype in FLOAT8:
-        largest = torch.finfo(dtype).max
-        new = new.clamp(-largest, largest)
-    return new.to(dtype)
-
-
-def _scale(name: str, scale: Any, new: Tensor) -> Tensor | None:
+def _check_scale(name: str, scale: Any, new: Tensor) -> None:
     if scale is None:
-        return None
+        return
     fits = isinstance(scale, Tensor) and tuple(scale.shape) in ((), (new.shape[1],))
     if not fits or not scale.is_floating_point():
         raise ArgumentError(f"{name} must be a float tensor () or (hk,), got {shown(scale)}")
     if scale.device != new.device:
         raise ArgumentError(f"{name} is on {scale.device}, k on {new.device}; move it with .to()")
-    return scale.reshape(-1, 1)
 
 
 def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> None:

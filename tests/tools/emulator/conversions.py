@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import torch
 
 from .values import Lanes, Step, dtype_of
 
@@ -29,6 +30,9 @@ _ROUNDED = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
 
 def _cvt(lanes: Lanes) -> Step:
     *how, to, kind = lanes.words[1:]
+    if to in _FLOAT8 and kind == "f32" and how == ["rn", "satfinite"]:
+        high, low = (lanes.get(x, kind) for x in lanes.operands[1:])
+        return lanes.done(partial(_to_float8, high, low, lanes.put(lanes.operands[0], "u16"), to))
     if {*how} - {"rn", "rna", "ftz", *_ROUNDED}:
         raise lanes.unknown()
     if kind == "e4m3x2" and to == "f16x2":
@@ -44,6 +48,19 @@ def _cvt(lanes: Lanes) -> Step:
 
 def _pair(high: np.ndarray, low: np.ndarray, out: np.ndarray, kind: str) -> None:
     out[:] = half_of(high, kind).astype(np.uint32) << np.uint32(16) | half_of(low, kind)
+
+
+_FLOAT8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+
+
+def _to_float8(high: np.ndarray, low: np.ndarray, out: np.ndarray, kind: str) -> None:
+    """Two float32 numbers as float8; what is larger than the largest finite one becomes that."""
+    largest, dtype = torch.finfo(_FLOAT8[kind]).max, _FLOAT8[kind]
+    high, low = (
+        torch.tensor(x).clamp(-largest, largest).to(dtype).view(torch.uint8).numpy()
+        for x in (high, low)
+    )
+    out[:] = high.astype(np.uint16) << np.uint16(8) | low
 
 
 def _from_e4m3(pair: np.ndarray, out: np.ndarray) -> None:

@@ -6,11 +6,13 @@ train (`suits`). Importing it loads no Triton and no code generation.
 - kernel.py: the kernel. work.py: the shares of its CTAs. merge.py: merges their partial results.
 - block_lists.py: the key blocks that a block mask chooses.
 - config.py: tile sizes. plan.py: the plan of a kind of call. launch.py: runs a call.
+- slots.py: the kernel that writes keys and values to the slots of a cache.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....types import FLOAT8, Forward, Spec
 from ...base import Call, CapabilityKey
@@ -44,6 +46,13 @@ def infer(spec: Spec, call: Call) -> Forward:
     from . import launch
 
     return launch.infer(spec, call)
+
+
+def write_slots(*inputs: Tensor | None) -> None:
+    """Write to a cache; `backends.slots.write_slots`. The first call loads Triton."""
+    from . import slots
+
+    slots.write_slots(*inputs)  # type: ignore[arg-type]
 
 
 def suits(spec: Spec, call: Call) -> bool:

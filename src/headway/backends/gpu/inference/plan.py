@@ -142,7 +142,7 @@ class Plan:
                 spec.score, spec.mask, (), layout.narrow,
                 consecutive=False,
                 wide_offsets=tuple(map(needs_wide_offsets, call.captured.tensors)),
-                approx_tanh=q.dtype == torch.bfloat16 and _cuda_target() is not None,
+                approx_tanh=q.dtype == torch.bfloat16 and cuda_target() is not None,
                 limits=spec.tiles is None,  # else `key_block_lists` say which keys to visit
             )
         )  # fmt: skip
@@ -270,7 +270,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _cuda_target() -> Any:
+def cuda_target() -> Any:
     """Return the GPU that kernels are compiled for, if it is NVIDIA's."""
     if triton.knobs.runtime.interpret:
         return None
@@ -283,7 +283,7 @@ def _byte_format(dtype: torch.dtype) -> str | None:
     capability 8.9, where Triton does not convert it."""
     if dtype == torch.float8_e5m2:
         return "e5m2"
-    target = None if triton.knobs.runtime.interpret else _cuda_target()
+    target = None if triton.knobs.runtime.interpret else cuda_target()
     is_old = target is not None and target.arch < 89
     return "e4m3" if dtype == torch.float8_e4m3fn and is_old else None
 
