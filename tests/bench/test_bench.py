@@ -13,12 +13,13 @@ import torch
 import headway
 from headway.errors import ArgumentError
 from headway_lab.bench import cases as table
-from headway_lab.bench import child, measure, overhead, run, timing, training
+from headway_lab.bench import child, forward_mode, measure, overhead, run, timing, training
 from headway_lab.bench import results as book
 from headway_lab.bench.case import (
     BACKWARD,
     BUILD,
     FORWARD,
+    JVP,
     Case,
     CaseInputs,
     Target,
@@ -123,6 +124,11 @@ def test_select_by_name_part_and_tag():
     assert len(select(("overhead",), "cpu")) == 6
     with pytest.raises(ArgumentError, match=r"'sofcap'.*names.*softcap-4k-64"):
         select(("causal", "sofcap"), "cpu")
+    with pytest.raises(
+        ArgumentError, match=r"'nonsense'; there are the tags block masks, .*--list"
+    ) as raised:
+        select(("nonsense",), "cpu")
+    assert len(str(raised.value)) < 300
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -308,6 +314,47 @@ def test_a_wrong_peer_and_one_that_cannot_run_leave_a_line_each(fast, monkeypatc
     assert by["headway"].median is not None
 
 
+DROPPED = replace(
+    TINY, name="dropped", dropout=0.3, peers=("headway without dropout", "sdpa dropout", "sdpa"),
+    targets=(Target(FORWARD, "headway without dropout", 1e-6),),
+)  # fmt: skip
+
+
+def test_dropout_is_checked_pair_by_pair(fast):
+    """Of those who drop other pairs only times are taken; who drops none by mistake is wrong."""
+    results = measure.measure_time(DROPPED, "cpu", 2)
+    by = {(r.contestant, r.direction): r for r in results}
+    assert by["sdpa", ""].verdict == "wrong"
+    for direction in (FORWARD, BACKWARD):
+        for name in ("headway", "headway without dropout", "sdpa dropout"):
+            assert by[name, direction].median is not None
+    assert by["headway without dropout", FORWARD].verdict in ("pass", "unclear")
+    assert by["headway", FORWARD].error > 0
+
+
+def test_tangents_are_checked_and_timed(fast, monkeypatch):
+    peers = ("headway without tangents", "sdpa math", "sdpa", "flex")
+    case = replace(TINY, hk=4, measure="forward mode", peers=peers)
+
+    def still(case, x):
+        return lambda: PEERS["sdpa math"].prepare(case, x)() + x.v.detach().mean() * 0 + 1
+
+    monkeypatch.setitem(PEERS, "sdpa", replace(PEERS["sdpa"], prepare=still))
+
+    def refuse(case, x):
+        raise Unavailable("no compiler here")
+
+    monkeypatch.setitem(PEERS, "flex", replace(PEERS["flex"], prepare=refuse))
+    by = {r.contestant: r for r in forward_mode.measure_jvp(case, "cpu", 2)}
+    assert {r.direction for r in by.values()} == {JVP}
+    assert by["headway"].verdict == by["sdpa math"].verdict == ""
+    assert 0 < by["headway"].error < 1e-5
+    assert by["headway"].gflops > 0
+    assert by["headway without tangents"].ratio is not None
+    assert by["sdpa"].verdict == "wrong"
+    assert (by["flex"].verdict, by["flex"].note) == ("not run", "no compiler here")
+
+
 def test_explicit_masks_that_do_not_fit_are_refused():
     case = replace(PACKED, length=100_000)
     x = make_inputs(TINY)._replace(mask=headway.causal() & headway.sliding_window(5))
@@ -316,6 +363,14 @@ def test_explicit_masks_that_do_not_fit_are_refused():
 
 
 # ------------------------------------------------------------------------- files and commands
+
+
+def test_a_file_of_other_columns_is_not_resumed(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_text("case,measure\ntiny,time\n")
+    with pytest.raises(ArgumentError, match=r"old.csv has other columns than this version writes"):
+        ResultsFile(path, resume=True).__enter__()
+    assert path.read_text() == "case,measure\ntiny,time\n"
 
 
 def test_csv_has_machine_versions_and_commit(fast, monkeypatch, tmp_path):

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from headway.mods import Score, relative_bias
 from headway.mods.base import MaskFn, ScoreFn, value
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+JVP = "jvp"  # out and its tangent
+SEED = 7  # of dropout
 BUILD = "build"  # of a block mask
 
 
@@ -45,10 +47,11 @@ class Case:
     - `stats`: measure `attention_with_stats`.
     - `peers`: names in `peers.PEERS`.
     - `isa`: run as on a CPU with no more than this (see `child.py`); "" for the CPU as it is.
-    - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers; what
-      "recording" and clipping add to a training step, in percent; "training", the steps of a model
-      of `training.MODELS`; "memory" in MB; "overhead" and "overhead, compiled" in µs beside the
-      kernel of a call; "block mask" and "block mask, memory", the ms and MB of building one.
+    - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers; "forward
+      mode", with tangents of q, k and v; what "recording" and clipping add to a training step, in
+      percent; "training", the steps of a model of `training.MODELS`; "memory" in MB; "overhead" and
+      "overhead, compiled" in µs beside the kernel of a call; "block mask" and "block mask, memory",
+      the ms and MB of building one.
     - `most`: the largest value allowed, for what is not a ratio.
     - `by_rows`: tensors lie in memory as a model makes them, (b, length, heads, d), for everyone.
     """
@@ -73,6 +76,7 @@ class Case:
     most: float | None = None
     dv: int | None = None
     by_rows: bool = False
+    dropout: float = 0.0
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -99,6 +103,7 @@ class CaseInputs(NamedTuple):
     mask: MaskFn | None
     score: ScoreFn | None
     stats: bool = False
+    dropout: float = 0.0
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
@@ -124,12 +129,13 @@ class CaseInputs(NamedTuple):
             out, self.leaves, self.dout, retain_graph=again, allow_unused=again
         )
 
-    def headway(self, **changes: MaskFn | None) -> Tensor:
-        """Compute attention with Headway: the call that is measured."""
-        call = {"score": self.score, "mask": self.mask, **changes}
+    def headway(self, **changes: Any) -> Tensor:
+        """Compute attention with Headway: the call that is measured, or with changes."""
+        call: dict[str, Any] = {"score": self.score, "mask": self.mask, "dropout": self.dropout}
+        call |= {"seed": SEED} | changes
         if self.stats:
-            return attention_with_stats(self.q, self.k, self.v, **call).out  # type: ignore[arg-type]
-        return attention(self.q, self.k, self.v, **call)  # type: ignore[arg-type]
+            return attention_with_stats(self.q, self.k, self.v, **call).out
+        return attention(self.q, self.k, self.v, **call)
 
 
 def make_inputs(case: Case, device: str = "cpu") -> CaseInputs:
@@ -145,7 +151,8 @@ def make_inputs(case: Case, device: str = "cpu") -> CaseInputs:
         mask = None if case.mask is None else case.mask()
         score = None if case.score is None else case.score()
     inputs = CaseInputs(
-        q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, mask, score, case.stats
+        q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, mask, score, case.stats,
+        case.dropout,
     )  # fmt: skip
     return inputs.by_rows() if case.by_rows else inputs
 
@@ -172,9 +179,11 @@ class Size(NamedTuple):
     tiles: int  # live tiles of 128 x 128
 
     def flops(self, direction: str, d: int, dv: int | None = None) -> int:
-        """Count the matrix products: two per forward pair, five per backward pair."""
+        """Count the matrix products: two per forward pair, five per backward pair, and six with
+        tangents."""
         dv = d if dv is None else dv
-        return self.pairs * 2 * (d + dv if direction == FORWARD else 3 * d + 2 * dv)
+        columns = {FORWARD: d + dv, BACKWARD: 3 * d + 2 * dv, JVP: 3 * d + 3 * dv}
+        return self.pairs * 2 * columns[direction]
 
 
 def size(case: Case, mask: MaskFn | None) -> Size:

@@ -5,6 +5,7 @@ take, in bfloat16; the expensive ones last. Lengths of context parallel are of a
 four and eight cards 16k, 32k and 64k tokens are 8k a card, 128k, 256k and 512k are 64k a card.
 """
 
+import difflib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -48,12 +49,19 @@ def select(words: tuple[str, ...], device: str, ranks: bool = False) -> list[Cas
         return cases
     for word in words:
         if not any(word in case.name or word in case.tags for case in cases):
-            tags = sorted({tag for case in cases for tag in case.tags})
-            raise ArgumentError(
-                f"--cases: no case for {device} is named or tagged {word!r}; there are the tags "
-                f"{', '.join(tags)} and the names {', '.join(case.name for case in cases)}"
-            )
+            raise ArgumentError(_unknown(word, cases, device))
     return [c for c in cases if any(word in c.name or word in c.tags for word in words)]
+
+
+def _unknown(word: str, cases: list[Case], device: str) -> str:
+    """Return what to say of a word that no case has: names that are near, and all tags."""
+    tags = sorted({tag for case in cases for tag in case.tags})
+    near = difflib.get_close_matches(word, [case.name for case in cases], n=5, cutoff=0.5)
+    names = f"near are the names {', '.join(near)}; " if near else ""
+    return (
+        f"--cases: no case for {device} is named or tagged {word!r}; {names}there are the tags "
+        f"{', '.join(tags)}; `headway bench --list` has all names"
+    )
 
 
 def _than(peer: str, forward: float, backward: float, of: str = "headway") -> tuple[Target, ...]:
@@ -153,6 +161,10 @@ CASES: tuple[Case, ...] = (
     _half("float16", _NO_AMX),
     Case("stats-4k-64", stats=True, mask=causal, peers=("sdpa",), tags=("stats", "main")),
     Case("stats-peaked-4k-64", stats=True, std=5.0, mask=causal, peers=("sdpa",), tags=("stats",)),
+    Case("dropout-1k-64", length=1024, mask=causal, dropout=0.1,
+         peers=("headway without dropout", "sdpa dropout"), tags=("dropout",)),
+    Case("jvp-1k-64", length=1024, mask=causal, measure="forward mode",
+         peers=("headway without tangents", "sdpa math"), tags=("jvp",)),
     Case("gqa-4k-64", hk=2, mask=causal, peers=_BOTH, targets=_FLEX, tags=("shapes",)),
     Case("one-head-4k-64", hq=1, hk=1, mask=causal, peers=("sdpa",), tags=("shapes",)),
     Case("batch-8x256-64", b=8, length=256, mask=causal, peers=("sdpa",), tags=("shapes",)),
@@ -306,6 +318,9 @@ def _heated() -> Score:
 _EVERY = ("flex", "flex flash", "cudnn", "cudnn flex", "varlen", _FLASH4, f"{_FLASH4} scored")
 _BLOCKS = f"{_FLASH4} blocks"
 
+_DROPOUT = ("headway without dropout", _TRITON, "cudnn dropout", "sdpa dropout")
+_JVP = ("headway without tangents", _TRITON, "sdpa math")
+
 # b, hq, hk, keys, d: from one long row to many, with groups of 8, of 4 and of 1; and MLA's.
 _CACHES = (
     (1, 32, 8, 8 << 10, 128), (8, 32, 8, 8 << 10, 128), (64, 32, 8, 4 << 10, 128),
@@ -334,6 +349,17 @@ GPU_CASES: tuple[Case, ...] = (
             _LEARNED),
     _scored("temperature-learned-full", _heated, None, (), _LEARNED),
     _scored("temperature-learned-causal", _heated, causal, (), _LEARNED),
+    *(_gpu(f"dropout-{name}", shape, "dropout", mask=mask, dropout=0.1, peers=_DROPOUT,
+           targets=_than("headway without dropout", 0.75, 0.85) + _than(_TRITON, 1.5, 1.5))
+      for name, shape, mask in (
+          ("8k-128-causal", (2, 16, 16, 8192, 128), causal),
+          ("8k-128-full", (2, 16, 16, 8192, 128), None),
+          ("8k-64-causal", (2, 32, 32, 8192, 64), causal))),
+    *(_gpu(f"jvp-{name}", (2, 16, 16, 8192, 128), "jvp", mask=mask, score=score, peers=_JVP,
+           measure="forward mode")
+      for name, mask, score in (
+          ("8k-128-full", None, None), ("8k-128-causal", causal, None),
+          ("softcap-full", None, lambda: softcap(20.0)))),
     *_pair("16k-256", (1, 8, 8, 16384, 256), "main",
            targets=_flex(1.0, 2.0) + _fixed(0.95, 1.2)),
     *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main",

@@ -16,6 +16,7 @@ from torch._functorch import config as functorch
 
 from headway.api import block_mask
 from headway.blocks import BlockMask, clear_block_cache
+from headway.dropout import keep, kept_factor
 from headway.mods import causal
 
 from .case import (
@@ -23,6 +24,7 @@ from .case import (
     BOTH,
     BUILD,
     FORWARD,
+    SEED,
     Case,
     CaseInputs,
     Size,
@@ -42,7 +44,8 @@ FLOOR = 5e-6  # ... or up to this: PyTorch's flash kernels take a faster, roughe
 def definition(
     case: Case, inputs: CaseInputs, q: Tensor, k: Tensor, v: Tensor, rows: Tensor
 ) -> Tensor:
-    """Return softmax(score(scale q kᵀ) where mask) v for some rows, in plain PyTorch."""
+    """Return softmax(score(scale q kᵀ) where mask) v for some rows, in plain PyTorch, with the
+    pairs that dropout keeps."""
     k, v = (t.repeat_interleave(case.hq // case.hk, dim=1) for t in (k, v))
     s = (q[:, :, rows] @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(case.d)
     index = (
@@ -55,17 +58,25 @@ def definition(
         s = inputs.score(s, *index)
     if inputs.mask is not None:
         s = s.masked_fill(~inputs.mask(*index), -math.inf)
-    return s.softmax(-1).to(v.dtype) @ v
+    p = s.softmax(-1)
+    if case.dropout:
+        kept = keep(case.dropout, torch.tensor(SEED, device=q.device), *index)
+        p = p * kept * kept_factor(case.dropout)
+    return p.to(v.dtype) @ v
+
+
+def sampled_rows(case: Case, device: torch.device) -> Tensor:
+    """Return the rows that are compared: some, and both ends, where tails go wrong."""
+    count = max(4, min(256, PAIRS // (case.b * case.hq * case.length)))
+    inner = torch.randperm(case.length, generator=torch.Generator().manual_seed(1))[:count]
+    return torch.cat([inner, torch.tensor([0, case.length - 1])]).unique().to(device)
 
 
 class Truth:
     """The right results of a case on some rows, and how far plain PyTorch is from them."""
 
     def __init__(self, case: Case, inputs: CaseInputs) -> None:
-        count = max(4, min(256, PAIRS // (case.b * case.hq * case.length)))
-        inner = torch.randperm(case.length, generator=torch.Generator().manual_seed(1))[:count]
-        ends = torch.tensor([0, case.length - 1])  # where tails go wrong
-        self.rows = torch.cat([inner, ends]).unique().to(inputs.q.device)
+        self.rows = sampled_rows(case, inputs.q.device)
         self.dout = torch.zeros_like(inputs.dout)
         self.dout[:, :, self.rows] = inputs.dout[:, :, self.rows]
         self.inputs = inputs

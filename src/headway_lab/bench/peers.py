@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
@@ -343,16 +344,33 @@ def _with_kernel(kernel: SDPBackend, call: Callable[[], Tensor]) -> Callable[[],
 def _triton(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     if case.stats:
         raise Unavailable("without statistics only")
-    return partial(
-        attention, inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, backend="triton"
-    )
+    return partial(inputs.headway, backend="triton")
 
 
 def _deterministic(backend: str, case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
-    return partial(
-        attention, inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, backend=backend,
-        deterministic=True,
-    )  # fmt: skip
+    return partial(inputs.headway, backend=backend, deterministic=True)
+
+
+def _sdpa_dropout(
+    kernel: SDPBackend | None, case: Case, inputs: CaseInputs
+) -> Callable[[], Tensor]:
+    """Return a call of F.sdpa with dropout, by one kernel or the one that PyTorch chooses."""
+    if inputs.score is not None or inputs.mask not in (None, causal()):
+        raise Unavailable("it takes a causal mask or none")
+    is_causal = inputs.mask is not None
+    call = _sdpa_call(inputs, is_causal=is_causal, dropout_p=case.dropout)
+    if kernel is not None:
+        call = _with_kernel(kernel, call)
+    try:
+        call()
+    except RuntimeError as error:
+        raise Unavailable.because(error) from error
+    return call
+
+
+def _primal(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    q, k, v = (forward_ad.unpack_dual(x).primal for x in (inputs.q, inputs.k, inputs.v))
+    return inputs._replace(q=q, k=k, v=v).headway
 
 
 PEERS = {
@@ -384,6 +402,26 @@ PEERS = {
     "headway triton": Peer(
         _triton, "Headway's portable GPU backend, where another one is the default",
         backward=("cuda",),
+    ),
+    "headway without dropout": Peer(
+        lambda case, inputs: partial(inputs.headway, dropout=0.0),
+        "Headway on the same tensors, score and mask, without dropout", same=False,
+    ),
+    "sdpa dropout": Peer(
+        partial(_sdpa_dropout, None),
+        "F.scaled_dot_product_attention(dropout_p=...), which drops other pairs", same=False,
+    ),
+    "cudnn dropout": Peer(
+        partial(_sdpa_dropout, SDPBackend.CUDNN_ATTENTION),
+        "F.scaled_dot_product_attention(dropout_p=...) by cuDNN, on a GPU", same=False,
+        backward=("cuda",),
+    ),
+    "headway without tangents": Peer(
+        _primal, "Headway on the same tensors, score and mask, out alone", same=False
+    ),
+    "sdpa math": Peer(
+        lambda case, inputs: _with_kernel(SDPBackend.MATH, _sdpa(case, inputs)),
+        "F.scaled_dot_product_attention by plain operations, which have forward-mode derivatives",
     ),
     "flex": Peer(
         _flex, "flex_attention under torch.compile, block mask prepared; forward only on CPU",

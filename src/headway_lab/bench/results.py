@@ -189,7 +189,7 @@ def describe(case: Case) -> dict[str, object]:
     """Return the columns that describe a case."""
     shape = {
         name: getattr(case, name)
-        for name in ("b", "hq", "hk", "length", "d", "dtype", "std", "stats")
+        for name in ("b", "hq", "hk", "length", "d", "dtype", "std", "stats", "dropout")
     } | {"dv": case.widths[1]}
     mods = {"score": case.score, "mask": case.mask}
     return shape | {name: "" if make is None else _name(make()) for name, make in mods.items()}
@@ -238,8 +238,17 @@ class ResultsFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             resumed = self.resume and self.path.exists()
+            columns = [f.name for f in fields(Machine)] + ["load", "case", "measure"]
+            columns += list(describe(Case("")))
+            columns += [f.name for f in fields(Result) if f.name != "case"]
             if resumed:
-                self.done = frozenset(row["case"] for row in _rows(self.path))
+                rows = _rows(self.path)
+                if rows and list(rows[0]) != columns:
+                    raise ArgumentError(
+                        f"--resume: {self.path} has other columns than this version writes; "
+                        "name another file"
+                    )
+                self.done = frozenset(row["case"] for row in rows)
             mode = "a" if resumed else "x"
             self.file = open(self.path, mode, newline="", encoding="utf-8")
         except FileExistsError:
@@ -248,9 +257,6 @@ class ResultsFile:
             ) from None
         except OSError as error:
             raise ArgumentError(f"--output {self.path}: {error.strerror}") from error
-        columns = [f.name for f in fields(Machine)] + ["load", "case", "measure"]
-        columns += list(describe(Case("")))
-        columns += [f.name for f in fields(Result) if f.name != "case"]
         self.writer = csv.DictWriter(self.file, columns, lineterminator="\n")
         if not resumed:
             self.writer.writeheader()

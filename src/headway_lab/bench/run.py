@@ -15,6 +15,7 @@ from headway.errors import ArgumentError
 from . import child, decode, first_call, ranks
 from .case import Case
 from .cases import select
+from .forward_mode import measure_jvp
 from .measure import measure_build, measure_long, measure_time
 from .overhead import graph, host, overhead
 from .results import Machine, Result, ResultsFile, has_amx, here, load
@@ -120,7 +121,8 @@ def measure(
 
 
 MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
-    "time": measure_time, "recording": recording, "overhead": partial(overhead, compiled=False),
+    "time": measure_time, "forward mode": measure_jvp, "recording": recording,
+    "overhead": partial(overhead, compiled=False),
     "overhead, compiled": partial(overhead, compiled=True), "host": host, "graph": graph,
     "first call": first_call.measure,
     "first call, no byte code": partial(first_call.measure, byte_code=False),

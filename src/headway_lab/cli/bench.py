@@ -90,6 +90,7 @@ def title(case: Case) -> Text:
     """Return the heading of a case: its name and shape."""
     about = describe(case)
     extra = " with statistics" * case.stats + (f" std {case.std:g}" if case.std != 1 else "")
+    extra += f" dropout {case.dropout:g}" if case.dropout else ""
     heads = f"{case.hq}" if case.hk == case.hq else f"{case.hq}/{case.hk}"
     mods = " ".join(str(about[mod]) for mod in ("score", "mask") if about[mod])
     width = f"{case.d}" if case.dv is None else f"{case.d}/{case.dv}"
