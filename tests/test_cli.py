@@ -501,6 +501,11 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert "k (1, 2, 90, 64) float32, v (1, 2, 90, 8)" in out
     assert "mask = causal() & sliding_window(9)" in out
+    assert "entropy" not in out
+    options = ["--entropy", "--sink-mass", "--train", "--device", "cpu"]
+    _, out, _ = run(capsys, "explain", "causal()", *options)
+    assert "  entropy: in the forward\n" in out
+    assert "  sink_mass: a pass of its own, one forward with values of one column; its" in out
     assert run(capsys, "explain", "--backend", "triton", "--device", "cpu")[0] == 1
     for name, words in {
         "other": "takes 2 arguments",

@@ -21,6 +21,7 @@ from .mods.graph import parse
 from .mods.library.packed import PackedMask
 from .packed import any_jagged, packed_request
 from .resolve import prepare
+from .row_statistics import asking_for, passes
 from .types import Request, Spec, acc_dtype
 
 
@@ -41,6 +42,8 @@ class Explanation:
     - `kernels`: of a GPU backend, forward and (where something requires grad) backward, each with
       whether it is compiled, by this process or on disk (`headway.warm`).
     - `limits`: where that backend's results are not those of every other.
+    - `passes`: of `entropy` and `sink_mass`, whether the forward computes them, or which passes
+      beside the call do; empty if you ask for neither.
     - `over_ranks`: of a layout: how even it is, what it sends, and the plans; none without one.
     - `code`: what runs for the score and the mask.
     - `alignment`: where queries are fewer than keys: which positions they have, and what `causal()`
@@ -59,6 +62,7 @@ class Explanation:
     over_ranks: list[str] = field(default_factory=list)
     alignment: str = ""
     compared: list[str] = field(default_factory=list)
+    passes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [
@@ -90,6 +94,7 @@ class Explanation:
         ]
         lines += [f"  kernel {kernel}" for kernel in self.kernels]
         lines += [f"  a limit: {limit}" for limit in self.limits]
+        lines += [f"  {statistic}" for statistic in self.passes]
         lines += self.over_ranks
         if self.code:
             lines += ["", self.code]
@@ -110,14 +115,16 @@ def explain(
     deterministic: bool = False,
     backend: str = "auto",
     layout: Layout | tuple[Layout, Layout | None] | None = None,
+    entropy: bool = False,
+    sink_mass: bool = False,
     **unknown: Never,
 ) -> Explanation:
     """Return the backend that `attention` would run, the reasons against the others, the mask's
     live tiles, and the code of score and mask.
 
-    Pass `attention`'s arguments: wrong ones raise the same errors. A call that no backend can run
-    is explained, not raised. Nested tensors are explained as one packed row. A layout is explained
-    without communication, so it needs no mesh.
+    Pass the arguments of `attention` or `attention_with_stats`: wrong ones raise the same errors. A
+    call that no backend can run is explained, not raised. Nested tensors are explained as one
+    packed row. A layout is explained without communication, so it needs no mesh.
     """
     if unknown:
         raise unknown_keywords(explain, unknown)
@@ -125,7 +132,10 @@ def explain(
         q, k, v, score, mask = packed_request(Request(q, k, v, score, mask, keys=layout))[:5]
     arguments = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
     layouts = None if layout is None else Layouts.of(layout)
-    spec, call = prepare(*arguments, backend="reference", keys=layouts)
+    wanted = {"entropy": entropy, "sink_mass": sink_mass}
+    request = asking_for(Request(*arguments, backend=backend, keys=layouts), wanted)
+    options = {"keys": layouts, "entropy": request.entropy}
+    spec, call = prepare(*arguments, backend="reference", **options)
     key = CapabilityKey(*capability_key(call, spec.score_tensors))
     reasons = {name: reasons_against(name, spec, key) for name in NAMES}
     allowed = order(backend, spec, key)
@@ -138,7 +148,7 @@ def explain(
     code, limits, kernels = "", [], []
     if chosen_backend is not None:
         limits = get(chosen_backend).limits(spec)
-        spec, call = prepare(*arguments, backend=chosen_backend, keys=layouts)
+        spec, call = prepare(*arguments, backend=chosen_backend, **options)
         code = get(chosen_backend).code(spec, call)
         kernels = _kernels(spec, call)
     shapes = ", ".join(
@@ -163,6 +173,7 @@ def explain(
     return Explanation(
         chosen_backend, reasons, shapes + mods_text, tiles, reasons_to_retrace, elements, limits,
         code, kernels, over_ranks, _alignment(mask, *lengths), compared,
+        passes(request, wanted, key.trained),
     )  # fmt: skip
 
 

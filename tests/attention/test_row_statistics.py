@@ -10,6 +10,7 @@ import headway as hw
 from headway.distributed import Layout
 from headway.errors import ArgumentError
 from headway.row_statistics import measure
+from headway.types import Request
 
 from .test_expect import HK, HQ, MASKS, SCORES, B, D, M, dense_scores, learned
 
@@ -76,6 +77,32 @@ def test_gradcheck(with_sink):
 
     q, k = of["q"][:1, :2, :4], of["k"][:1, :1, :4]
     assert torch.autograd.gradcheck(both, (q, k, of["sink"][:2]))
+
+
+def test_explain_says_what_is_a_pass_of_its_own():
+    of = learned()
+    explained = lambda **options: hw.explain(of["q"], of["k"], V, **options).passes
+    assert explained() == []
+    assert explained(sink=of["sink"], **ASKED) == [
+        "entropy: in the forward", "sink_mass: of the sink and lse, no pass",
+    ]  # fmt: skip
+    composed = measure.passes(Request(of["q"], of["k"], V), ASKED, trained=True)
+    assert composed == [
+        "entropy: a pass of its own, one backward; its gradient a forward and a backward",
+        "sink_mass: a pass of its own, one forward with values of one column; its gradient a "
+        "backward",
+    ]
+    with pytest.raises(ArgumentError, match="entropy='yes' must be True or False"):
+        explained(entropy="yes")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sink_mass_is_not_rounded_to_16_bits(dtype):
+    q, k = torch.randn(2, 4, 40, 32).to(dtype), torch.randn(2, 2, 50, 32).to(dtype)
+    made = hw.attention_with_stats(q, k, k, mask=hw.causal(), sink_mass=True).sink_mass
+    assert made.dtype == torch.float32
+    right = hw.attention_weights(q.double(), k.double(), mask=hw.causal())[..., 0]
+    torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
 
 
 def test_result_unpacks_into_three_and_has_none_of_what_nobody_asked_for():

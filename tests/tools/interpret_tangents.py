@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
-from attention import test_tangent
+from attention import test_expect, test_tangent
 from cases import BY_NAME, Case, problem
 from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import kernel_tangent, launch, main_loop
@@ -43,6 +43,7 @@ SHARED = (
     test_tangent.test_rows_keep_their_own_nan,
     test_tangent.test_rows_that_see_nothing_do_not_move,
     test_tangent.test_empty_shapes,
+    test_expect.test_one_pass_where_a_backend_has_tangents,
 )
 MOVING = "q", "k", "v", "sink", "q k", "q v", "k v", "slopes", ""
 # What is replaced in the kernel, by what, and the case that finds it.

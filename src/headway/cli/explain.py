@@ -60,6 +60,10 @@ class Arguments:
     """Device of the inputs."""
     train: bool = False
     """The inputs require grad."""
+    entropy: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Ask for the entropy of every query."""
+    sink_mass: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Ask for the weight on the first key."""
     backend: str = "auto"
     """The only backend to consider; "auto" considers all."""
 
@@ -70,7 +74,10 @@ def main(arguments: list[str]) -> int:
     sizes = "batch", "heads", "kv_heads", "length", "kv_length", "width", "value_width"
     check_positive(options, *sizes)
     mods = mods_by_kind((text, find(text)) for text in options.mods)
-    explanation = headway.explain(*_inputs(options), **mods, backend=options.backend)
+    explanation = headway.explain(
+        *_inputs(options), **mods, backend=options.backend, entropy=options.entropy,
+        sink_mass=options.sink_mass,
+    )  # fmt: skip
     print(explanation)
     return 0 if explanation.backend is not None else 1
 

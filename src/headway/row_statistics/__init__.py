@@ -3,5 +3,6 @@
 from .measure import asking_for as asking_for
 from .measure import entropy as entropy
 from .measure import mean as mean
+from .measure import passes as passes
 from .measure import sink_mass as sink_mass
 from .measure import with_statistics as with_statistics

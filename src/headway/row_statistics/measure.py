@@ -7,19 +7,24 @@ a mean: dT = P (f − E) + P f'. The forward has the entropy, or where it has no
 """
 
 import math
+import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..arguments import flag_of
+from ..backends import order, reasons_against
+from ..backends.base import CapabilityKey
 from ..errors import ArgumentError
 from ..mods.library.packed import PackedMask
+from ..resolve import resolve
 from ..run import run, run_along, run_backward
 from ..sharded import any_sharded
-from ..types import AttentionOutput, Forward, Request
+from ..surroundings import in_forward_mode, requires_grad, transforms
+from ..types import AttentionOutput, Forward, Request, Spec, constant_under_compile
 from .scores import Added, Carrier, Number, ShiftedBy
 
 
@@ -74,10 +79,17 @@ def sink_mass(request: Request, lse: Tensor) -> Tensor:
     if sink is not None:
         seen = lse != -math.inf
         return torch.where(seen, (sink[:, None] - torch.where(seen, lse, 0.0)).exp(), 0.0)
-    mask = request.mask
-    if not isinstance(mask, PackedMask):
-        return mean(request, _at_first_key)
-    return mean(request, partial(_at_position_0, mask.pos if mask.kv_pos is None else mask.kv_pos))
+    # The mean of values that are 1 at first keys.
+    k, mask = request.k, request.mask
+    if isinstance(mask, PackedMask):
+        positions = mask.pos if mask.kv_pos is None else mask.kv_pos
+    else:
+        positions = torch.arange(k.shape[2], device=k.device)
+    # PyTorch's kernels on the CPU take values as wide as keys.
+    width = max(k.shape[3], 1) if k.is_cpu else 1
+    v = (positions == 0).to(k.dtype)[:, None].expand(*k.shape[:3], width)
+    rounds = k.dtype.itemsize == 2 or torch.is_autocast_enabled(k.device.type)
+    return run(_bare(request)._replace(v=v, partial=rounds)).out[..., 0]
 
 
 def asking_for(request: Request, wanted: dict[str, Any]) -> Request:
@@ -108,6 +120,21 @@ def with_statistics(
     return result
 
 
+def passes(request: Request, wanted: dict[str, Any], trained: bool) -> list[str]:
+    """Return what the wanted statistics cost beside a call, which `asking_for` has returned."""
+    lines = []
+    if wanted["entropy"]:
+        gradient = "; its gradient a forward and a backward" * trained
+        composed = f"a pass of its own, one backward{gradient}"
+        lines.append(f"entropy: {'in the forward' if request.entropy else composed}")
+    if wanted["sink_mass"]:
+        gradient = "; its gradient a backward" * trained
+        composed = f"a pass of its own, one forward with values of one column{gradient}"
+        of_sink = "of the sink and lse, no pass"
+        lines.append(f"sink_mass: {composed if request.sink is None else of_sink}")
+    return lines
+
+
 def _bare(request: Request) -> Request:
     """Return the request without values, dropout and what else lse does not depend on."""
     k = request.k
@@ -123,8 +150,18 @@ def _composes(request: Request) -> bool:
 
 
 def _has_tangents(request: Request) -> bool:
-    backend = request.backend
-    return backend in ("cpu", "reference") or (backend == "auto" and request.q.is_cpu)
+    """Return whether a backend that the request allows has tangents."""
+    q = request.q
+    return _any_has_tangents(request.backend, q.dtype, q.device, operator.index(q.shape[3]))
+
+
+def _any_has_tangents(backend: str, dtype: torch.dtype, device: torch.device, d: int) -> bool:
+    spec = Spec(1.0)
+    kind = CapabilityKey(dtype, device, d, 1, False, False, False, moves=True)
+    return any(not reasons_against(name, spec, kind) for name in order(backend, spec, kind))
+
+
+constant_under_compile(_any_has_tangents)
 
 
 def _detached(request: Request) -> Request:
@@ -152,9 +189,21 @@ def _mean(request: Request, lse: Tensor | None, f: Number) -> tuple[Tensor, Tens
 
 def _moved(request: Request, mean: Tensor, f: Number) -> Tensor:
     """Return zeros whose gradient is that of the mean of f."""
-    carrier = run(request._replace(score=Carrier(mean, request.score, f))).lse
+    request = request._replace(score=Carrier(mean, request.score, f))
+    if not _learns(request):
+        return torch.zeros_like(mean)
+    carrier = run(request).lse
     carrier = torch.where(carrier.isinf(), 0.0, carrier)
     return carrier - carrier.detach()
+
+
+def _learns(request: Request) -> bool:
+    """Return whether anything that a request reads may have a derivative."""
+    sharded = any_sharded(request.q, request.k, request.k)
+    if is_compiling() or transforms() or in_forward_mode() or sharded:
+        return True
+    _, call = resolve(request)
+    return any(map(requires_grad, (call.q, call.k, *call.captured.tensors)))
 
 
 def _score(score: Tensor, *positions: Tensor) -> Tensor:
@@ -163,13 +212,3 @@ def _score(score: Tensor, *positions: Tensor) -> Tensor:
 
 def _fixed_score(score: Tensor, *positions: Tensor) -> Tensor:
     return score.detach()
-
-
-def _at_first_key(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return kv_idx == 0
-
-
-def _at_position_0(
-    positions: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-) -> Tensor:
-    return positions[kv_idx] == 0
