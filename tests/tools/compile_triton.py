@@ -2,9 +2,9 @@
 
 `python tests/tools/compile_triton.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
 touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere;
-with `tangent` before them, of a causal call with a soft cap and tangents; with `alone`, where only k, only
-v, or only the sink moves; with `one`, of forward and backward of one query, and of one key. It fails where machine
-code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
+with `entropy` before them, of a causal call with the entropy and its gradient; with `tangent`, of one
+with a soft cap and tangents; with `alone`, where only k, only v, or only the sink moves; with `one`, of
+forward and backward of one query, and of one key. It fails where machine code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
 are taken for dead (`lost`).
 
 The real launching code runs on tensors on the CPU, with a driver that only names a target; every
@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -226,13 +227,13 @@ def conflicting(ttgir: str) -> list[str]:
     return [f"{factor} column by column" for factor, layout in read if layout in column]
 
 
-def causal(width: int, dtype: torch.dtype) -> None:
+def causal(width: int, dtype: torch.dtype, entropy: bool = False) -> None:
     """The launches of a causal call, forward and backward."""
     q = torch.randn(2, 4, 256, width).to(dtype)
-    spec, call = prepare(q, q, q, None, hw.causal(), backend="triton")
+    spec, call = prepare(q, q, q, None, hw.causal(), backend="triton", entropy=entropy)
     rows = torch.zeros(q.shape[:3])
     backend.forward(spec, call)
-    backend.backward(spec, call, q, rows, q, rows, ())
+    backend.backward(spec, call, q, rows, q, rows, (), rows if entropy else None)
 
 
 def odd(d: int, dv: int, dtype: torch.dtype) -> None:
@@ -272,11 +273,12 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 def report(target: str, call: str) -> list[Compiled]:
     """The kernels of a call, as it is named on the command line."""
-    *name, widths = re.split(r"(?<=one|ent)_", call)
+    *name, widths = re.split(r"(?<=one|ent|opy)_", call)
     dtype, *widths = widths.split("_")
     make = causal if len(widths) == 1 else odd
     if name:
-        make = {"alone": alone, "one": one, "tangent": tangent}[name[0]]
+        with_entropy = partial(causal, entropy=True)
+        make = {"alone": alone, "entropy": with_entropy, "one": one, "tangent": tangent}[name[0]]
     return resources(target, lambda: make(*map(int, widths), DTYPES[dtype]))
 
 

@@ -52,6 +52,12 @@ def test_table(target, name):
     assert {"forward", "backward_q", "backward_kv"} <= {*ran}
 
 
+@pytest.mark.parametrize("name", ["mask_document_cross", long("score_twice")])
+def test_entropy(name):
+    with emulating("sm_90", backend), guarded():
+        check(replace(few_heads(name), entropy=True), "triton", torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("target", "name"),
     [("sm_90", "score_relative"), ("sm_80", "length_1"), ("sm_90", "long_causal_window"),
