@@ -516,6 +516,16 @@ def test_compiled_models_are_measured_uncompiled(how, fullgraph):
             torch.testing.assert_close(made, x)
 
 
+def test_an_export_of_a_watched_model_is_refused():
+    net, x = nn.Sequential(Attention(WIDTH, 2)).eval(), torch.randn(2, 5, WIDTH)
+    with monitor(net) as watch:
+        with pytest.raises(ArgumentError, match=r"remove\(\) it to export"):
+            torch.export.export(net, (x,))
+        net(x)
+        assert list(watch.report()) == ["0"]
+    torch.export.export(net, (x,))
+
+
 @pytest.mark.parametrize(
     ("how", "fullgraph"),
     [(compiled_inner, False), (compiled_in_place, True), (compiled_step, False),

@@ -198,8 +198,9 @@ def monitor(model: nn.Module, *, every: int = 1, training: bool | None = None) -
     returned; the parts of a model may be compiled in any way.
 
     Calls that cannot be measured (over a KV cache, with a layout, of DTensors, after a past, in a
-    CUDA graph or a transform of `torch.func`) raise a warning, once by layer. Of
-    `sigmoid_attention` it measures the weights over their sum.
+    CUDA graph or a transform of `torch.func`) raise a warning, once by layer. Each call counts as
+    it is: of `sigmoid_attention` the weights over their sum, of calls that you `merge` each, and
+    without a sink that comes after the call (transformers' sinks by query).
 
     **Arguments:**
 
@@ -219,9 +220,9 @@ def monitor(model: nn.Module, *, every: int = 1, training: bool | None = None) -
 
 
 _COMPILED = (
-    "a monitor's model is called inside of what torch.compile compiles, where nothing can be "
-    "measured: open the monitor on what torch.compile returned (not on the model that you passed "
-    "to it), or on a module around model.compile()"
+    "a monitor's model is called inside of what torch.compile compiles or torch.export exports, "
+    "where nothing can be measured: open the monitor on what torch.compile returned (not on the "
+    "model that you passed to it), or on a module around model.compile(); remove() it to export"
 )
 # Dynamo compiles neither hook, and has its callback on inside, if it compiles what surrounds them.
 for _hook in (Monitor._enter, Monitor._leave):
@@ -268,9 +269,9 @@ class _Uncompiled:
 
     def begin(self) -> None:
         with self.lock:
-            self.forwards += 1
             if self.stance is None and "torch._dynamo" in sys.modules:
                 self.stance = torch.compiler.set_stance("force_eager")
+            self.forwards += 1
 
     def end(self) -> None:
         with self.lock:
