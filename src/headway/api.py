@@ -138,9 +138,9 @@ def attention_with_stats(
     **Arguments:** as `attention`, and
 
     - `entropy`, `sink_mass`: whether to measure these of every query, of the weights before
-      dropout. The forward computes the entropy (with `backend="hopper"` it is a pass of its own, a
-      backward). `sink_mass` is a forward with values of one column, or with a sink no pass.
-      `explain` says which. They do not go with `layout` or DTensors.
+      dropout. The forward computes the entropy. `sink_mass` is a forward with values of one
+      column, or with a sink no pass. `explain` says which. They do not go with `layout` or
+      DTensors.
 
     **Raises:** as `attention`.
     """

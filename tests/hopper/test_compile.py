@@ -64,6 +64,28 @@ PINS = {
     ("forward", "64/64", "document"): {
         "registers": 80, "hgmma": 24, "shared": 74756, "spills": 28, "loop": 265, "masked": 465,
     },
+    # An instruction more per pair for the entropy, and one where it is masked.
+    ("forward", "128/128", "entropy"): {
+        "hgmma": 96, "shared": 230192, "spills": 36, "loop": 570, "masked": 735,
+    },
+    ("forward", "64/64", "entropy_document"): {
+        "registers": 80, "hgmma": 24, "shared": 74756, "spills": 40, "loop": 320, "masked": 560,
+    },
+    ("backward", "128/128", "entropy"): {
+        "hgmma": 144, "shared": 220032, "spills": 40, "loop": 480, "masked": 560,
+    },
+    ("backward", "64/64", "entropy"): {
+        "hgmma": 160, "shared": 221824, "spills": 20, "loop": 720, "masked": 860,
+    },
+    ("backward", "192/128", "entropy"): {
+        "hgmma": 216, "shared": 232384, "spills": 440, "loops": 20, "loop": 560, "masked": 650,
+    },
+    ("backward", "256/256", "entropy"): {
+        "registers": 128, "hgmma": 168, "shared": 223416, "spills": 180, "loops": 60, "masked": 550,
+    },
+    ("backward", "128/128", "entropy_dropout"): {
+        "hgmma": 144, "shared": 220160, "spills": 190, "loops": 60, "loop": 880, "masked": 960,
+    },
     # Words for dropout, in the loop: 16 and 8 calls of Philox.
     ("forward", "128/128", "dropout"): {
         "hgmma": 96, "shared": 230208, "spills": 88, "loop": 1275, "masked": 1360,
@@ -131,7 +153,9 @@ LONG = {
     ("forward", "128/128", "long"), ("forward", "128/128", "slanted"),
     ("forward", "128/128", "relative"), ("forward", "64/64", "longest"),
     ("backward", "128/128", "plain"), ("backward", "128/128", "slanted"),
-    ("backward", "64/64", "dropout"),
+    ("backward", "64/64", "dropout"), ("forward", "64/64", "entropy_document"),
+    ("backward", "64/64", "entropy"), ("backward", "192/128", "entropy"),
+    ("backward", "256/256", "entropy"), ("backward", "128/128", "entropy_dropout"),
 }  # fmt: skip
 
 

@@ -50,6 +50,21 @@ def test_table(way, name, monkeypatch):
     assert {"forward", "preprocess_kernel"} < {*ran}
 
 
+ENTROPY = [
+    ("at once", "mask_by_batch_sink", {}), long("pipelined", "mask_by_batch_sink", {}),
+    long("segments", "width_100_100", {}), long("at once", "score_walls", {}),
+    long("at once", "dropout_0.1_all", {}), long("at once", "heads_8_2", {"d": 192, "dv": 128}),
+    long("at once", "heads_8_2", {"d": 256, "dv": 256}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "name", "changes"), ENTROPY)
+def test_entropy(way, name, changes, monkeypatch):
+    choose(monkeypatch, way)
+    with emulating("sm_90", hopper):
+        assert wrong(name, **{"hq": 2, "hk": 1, "entropy": True} | changes) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("form", ragged.FORMS)
 def test_packed(form, monkeypatch):

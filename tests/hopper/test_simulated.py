@@ -31,7 +31,7 @@ from headway.errors import BackendRefused
 from headway.resolve import prepare
 from headway.types import Coords
 from learned import SMALL, errors
-from long import long_unless
+from long import long, long_unless
 from positions import scattered
 from tools import simulator
 
@@ -76,6 +76,34 @@ def test_table(name, way, monkeypatch):
     dtype = torch.float16 if name == "length_1" else torch.bfloat16
     case = BY_NAME[name]
     assert compare(case, dtype, run(problem(case, dtype), "hopper", True), True) == []
+
+
+# Rows without keys, sinks, T of -inf, what is undefined at masked pairs and past the end, dropout;
+# P computed twice.
+ENTROPY = (
+    ("length_1", "pipelined", {}), ("mask_by_batch_sink", "pipelined", {}),
+    ("mask_by_batch_sink", "segments", {}), ("mask_nothing", "at once", {}),
+    ("heads_6_3_score", "at once", {}), ("score_walls", "at once", {}),
+    ("score_undefined", "at once", {}), ("score_ends", "at once", {}),
+    ("dropout_0.1_all", "at once", {}),
+    ("heads_8_2", "at once", {"d": 256, "dv": 256, "hq": 2, "hk": 1}),
+    long("dropout_long", "segments", {}), long("score_bias_rows", "at once", {}),
+    long("std_5_long_sink", "at once", {}), long("layout_expanded", "at once", {}),
+    long("scale_-0.5_score", "at once", {}), long("score_cancelled_masked", "at once", {}),
+    long("long_causal_window", "at once", {"q_len": 320, "kv_len": 640}),
+    long("mask_by_batch_sink", "at once", {"d": 192, "dv": 128}),
+    long("heads_6_3_score", "at once", {"d": 256, "dv": 256}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "way", "changes"), ENTROPY)
+def test_entropy(name, way, changes, monkeypatch):
+    choose(monkeypatch, way)
+    case = replace(BY_NAME[name], entropy=True, **changes)
+    assert (
+        compare(case, torch.bfloat16, run(problem(case, torch.bfloat16), "hopper", True), True)
+        == []
+    )
 
 
 @pytest.mark.parametrize("form", ragged.FORMS)
@@ -340,7 +368,7 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
         for n, w in zip(lengths[:1] + lengths[1:] * 2, (d, d, dv), strict=True)
     )
     for score in (None, hw.softcap(3.0)):
-        call = {"score": score, "sink": torch.randn(heads)}
+        call = {"score": score, "sink": torch.randn(heads), "entropy": score is not None}
         with suits, kept, poisoned:
             made = hw.attention_with_stats(q, k, v, **call, backend="hopper")
         assert not parts[0].isnan()  # a part was written down
@@ -352,6 +380,8 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
         assert (made.out - true.out).abs().max() < 0.02
         assert (made.lse - true.lse).abs().max() < 1e-3
         assert (made.max_logit - true.max_logit).abs().max() < 1e-3
+        if score is not None:
+            assert (made.entropy - true.entropy).abs().max() < 1e-5
 
 
 def straight_line_errors(d: int, dtype: torch.dtype, name: str) -> list[float]:

@@ -78,6 +78,18 @@ CALLS = {
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},
     "many": {"mask": hw.causal(), "heads": 4, "batch": 33},
+    "entropy": {"mask": hw.causal(), "length": 2048, "entropy": True},
+    "entropy_many": {
+        "score": hw.softcap(30.0),
+        "mask": hw.causal(),
+        "sink": True,
+        "entropy": True,
+        "batch": 33,
+        "deterministic": True,
+    },
+    "entropy_learned": {"score": lambda s, b, h, i, j: s + LEARNED[h, j], "entropy": True},
+    "entropy_document": {"mask": hw.causal() & hw.document(IDS), "entropy": True},
+    "entropy_dropout": {"mask": hw.causal(), "length": 2048, "entropy": True, "dropout": 0.1},
     "dropout": {"mask": hw.causal(), "length": 2048, "dropout": 0.1},
 }
 
@@ -131,7 +143,7 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
 
 
 def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=LENGTH, heads=2,
-          batch=2, sink=False, deterministic=False, in_tiles=False, dropout=0.0):  # fmt: skip
+          batch=2, sink=False, deterministic=False, in_tiles=False, dropout=0.0, entropy=False):  # fmt: skip
     shapes = (4, d), (heads, d), (heads, dv)
     q, k, v = (torch.randn(batch, h, length, w).to(dtype) for h, w in shapes)
     sink = torch.zeros(4) if sink else None
@@ -139,7 +151,7 @@ def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=
     coords = Coords(q_pos=at, kv_pos=at, straight_below=length) if in_tiles else None
     spec, call = prepare(
         q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None,
-        deterministic=deterministic, keys=coords, dropout=dropout, seed=7,
+        deterministic=deterministic, keys=coords, dropout=dropout, seed=7, entropy=entropy,
     )  # fmt: skip
     if direction == "forward":
         hopper.forward(spec, call)
@@ -147,7 +159,7 @@ def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=
     rows, dout = torch.zeros(q.shape[:3]), torch.zeros(batch, 4, length, dv).to(dtype)
     out = dout.to(spec.out_dtype(dtype))
     needs = tuple(t.requires_grad for t in call.captured.tensors[: spec.score_tensors])
-    hopper.backward(spec, call, out, rows, dout, rows, needs)
+    hopper.backward(spec, call, out, rows, dout, rows, needs, rows if entropy else None)
 
 
 def resources(name: str, made) -> dict:

@@ -492,6 +492,8 @@ class Language(types.ModuleType):
             return args[0].to(options["dtype"]) * args[1].view(options["dtype"])
         if "global" in asm:
             return inline_assembly.elementwise(asm, constraints, args, _add)
+        if asm.startswith("lg2.approx.ftz.f32 "):
+            return args[0].log2()
         if not asm.startswith("tanh.approx.f32 "):
             raise Wrong(f"no meaning is known for {asm}")
         return args[0].tanh()

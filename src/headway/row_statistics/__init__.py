@@ -1,7 +1,6 @@
 """Statistics of the rows of P, without a square of weights."""
 
 from .measure import asking_for as asking_for
-from .measure import entropy as entropy
 from .measure import mean as mean
 from .measure import passes as passes
 from .measure import sink_mass as sink_mass

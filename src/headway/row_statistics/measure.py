@@ -3,7 +3,7 @@
 Each is carried over the keys beside the softmax, and no square of weights is stored. Where a
 backend has tangents, a mean is the tangent of lse along c, where c · f is added to the score;
 elsewhere it is the gradient of c. An lse whose score has another derivative carries the gradient of
-a mean: dT = P (f − E) + P f'. The forward has the entropy, or where it has not it is composed.
+a mean: dT = P (f − E) + P f'. The entropy is a result of the forward.
 """
 
 import math
@@ -25,7 +25,7 @@ from ..run import run, run_along, run_backward
 from ..sharded import any_sharded
 from ..surroundings import in_forward_mode, requires_grad, transforms
 from ..types import AttentionOutput, Forward, Request, Spec, constant_under_compile
-from .scores import Added, Carrier, Number, ShiftedBy
+from .scores import Added, Carrier, Number
 
 
 def mean(request: Request, f: Number) -> Tensor:
@@ -43,33 +43,6 @@ def mean(request: Request, f: Number) -> Tensor:
         return result + moved
     share = torch.where(lse == -math.inf, 0.0, (sink[:, None] - lse).exp())
     return result + moved - result * (share - share.detach())
-
-
-def entropy(request: Request, lse: Tensor) -> Tensor:
-    """Return −Σ P log P over the kept keys and the sink, `(b, hq, q_len)`, differentiable; 0 where
-    a query sees nothing; for backends whose forward has none. `lse` is that of the call."""
-    # Of T − lse, whose entropy is that of T: a number as large as T would hide it.
-    shift = torch.where(lse.isinf(), 0.0, lse).detach()
-    bare, sink = _bare(request), request.sink
-    bare = bare._replace(score=ShiftedBy(shift, request.score), sink=None)
-    with torch.no_grad():
-        logit = share = torch.zeros_like(shift)  # of the sink
-        if sink is not None:
-            logit = sink.detach()[:, None] - shift
-            share = logit.exp()
-        of_pairs = _mean(_detached(bare), torch.zeros_like(shift), _score)[1]
-        from_sink = torch.where(share == 0, 0.0, share * logit)
-        result = torch.where(lse == -math.inf, 0.0, (-of_pairs - from_sink).clamp_min(0))
-    if not torch.is_grad_enabled():
-        return result
-    # dT = −P (log P + H), and so for the sink.
-    moved = _moved(bare, -result, _fixed_score) * (1 - share)
-    entropy = result - moved
-    if sink is None:
-        return entropy
-    slope = torch.where(share == 0, 0.0, share * (logit + result))
-    sink = torch.where(sink == -math.inf, 0.0, sink)
-    return entropy - slope * (sink - sink.detach())[:, None]
 
 
 def sink_mass(request: Request, lse: Tensor) -> Tensor:
@@ -93,8 +66,8 @@ def sink_mass(request: Request, lse: Tensor) -> Tensor:
 
 
 def asking_for(request: Request, wanted: dict[str, Any]) -> Request:
-    """Return the request with the entropy, if wanted, as a result of its forward where the backend
-    has it. Refuse statistics where they cannot be measured: with a layout, of DTensors."""
+    """Return the request with the entropy, if wanted, as a result of its forward. Refuse statistics
+    where they cannot be measured: with a layout, of DTensors."""
     for name, flag in wanted.items():
         if not flag_of(name, flag):
             continue
@@ -104,7 +77,7 @@ def asking_for(request: Request, wanted: dict[str, Any]) -> Request:
             )
         if any_sharded(request.q, request.k, request.v):
             raise ArgumentError(f"{name}=True takes no DTensors; pass q.to_local(), k and v too")
-    return request._replace(entropy=bool(wanted["entropy"]) and not _composes(request))
+    return request._replace(entropy=bool(wanted["entropy"]))
 
 
 def with_statistics(
@@ -114,7 +87,7 @@ def with_statistics(
     """Add the wanted statistics of rows to the result of a call, which is made of `forward`; `view`
     brings them into the shape of the result's."""
     if wanted["entropy"]:
-        result.entropy = view(forward.entropy if request.entropy else entropy(request, forward.lse))
+        result.entropy = view(forward.entropy)
     if wanted["sink_mass"]:
         result.sink_mass = view(sink_mass(request, forward.lse))
     return result
@@ -124,9 +97,7 @@ def passes(request: Request, wanted: dict[str, Any], trained: bool) -> list[str]
     """Return what the wanted statistics cost beside a call, which `asking_for` has returned."""
     lines = []
     if wanted["entropy"]:
-        gradient = "; its gradient a forward and a backward" * trained
-        composed = f"a pass of its own, one backward{gradient}"
-        lines.append(f"entropy: {'in the forward' if request.entropy else composed}")
+        lines.append("entropy: in the forward")
     if wanted["sink_mass"]:
         gradient = "; its gradient a backward" * trained
         composed = f"a pass of its own, one forward with values of one column{gradient}"
@@ -142,11 +113,6 @@ def _bare(request: Request) -> Request:
         v=k.new_zeros(()).expand(*k.shape[:3], 1), dropout=0.0, seed=None, max_logit=False,
         row_max=False, entropy=False, auxiliary=True,
     )  # fmt: skip
-
-
-def _composes(request: Request) -> bool:
-    """Return whether the entropy is composed: "auto" takes a backend that has it."""
-    return request.backend == "hopper"
 
 
 def _has_tangents(request: Request) -> bool:
@@ -204,11 +170,3 @@ def _learns(request: Request) -> bool:
         return True
     _, call = resolve(request)
     return any(map(requires_grad, (call.q, call.k, *call.captured.tensors)))
-
-
-def _score(score: Tensor, *positions: Tensor) -> Tensor:
-    return score
-
-
-def _fixed_score(score: Tensor, *positions: Tensor) -> Tensor:
-    return score.detach()

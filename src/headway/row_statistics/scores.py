@@ -55,21 +55,6 @@ class Carrier(Score):
         return f"mean({_shown(self.f)})"
 
 
-@value
-class ShiftedBy(Score):
-    """T - shift, where shift is `(b, hq, q_len)`."""
-
-    shift: Tensor
-    score: ScoreFn | None
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        t = _inner(self.score, score, b, h, q_idx, kv_idx)
-        return _where_kept(t, t - self.shift[b, h, q_idx])
-
-    def __repr__(self) -> str:
-        return "shifted()" if self.score is None else f"shifted({show(self.score)})"
-
-
 def _inner(score_fn, score, b, h, q_idx, kv_idx):
     """Return T of the pair."""
     return score if score_fn is None else score_fn(score, b, h, q_idx, kv_idx)

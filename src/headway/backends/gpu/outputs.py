@@ -50,7 +50,7 @@ def of_forward(
 
 def of_no_pairs(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    captured: list,
+    dentropy: Tensor | None, captured: list,
 ) -> Grads:  # fmt: skip
     """Return the gradients of a call without queries or without keys: zeros, except the sink's.
 
@@ -59,7 +59,7 @@ def of_no_pairs(
     q_dtype, kv_dtype = spec.grad_dtypes(call.q.dtype)
     dsink = None
     if call.sink is not None:
-        dsink = captured_grads.of_sink(call.sink, lse, deltas(out, dout, dlse))
+        dsink = captured_grads.of_sink(call.sink, lse, deltas(out, dout, dlse), dentropy)
     zeros = lambda like, dtype: torch.zeros(like.shape, dtype=dtype, device=like.device)
     dq, dk, dv = zeros(call.q, q_dtype), zeros(call.k, kv_dtype), zeros(call.v, kv_dtype)
     return Grads(dq, dk, dv, dsink, captured)

@@ -14,7 +14,9 @@ from .runtime.launcher import KernelLauncher
 
 _BLOCK = 32  # rows of a program
 _ALIGNMENT = 32  # float32 numbers: delta, lse2 and dq_accum begin at multiples of 128 bytes
-_LOG2E, _MAX_LSE = tl.constexpr(precision.LOG2E), tl.constexpr(precision.MAX_LSE)
+_LOG2E, _LN2 = tl.constexpr(precision.LOG2E), tl.constexpr(precision.LN2)
+_MAX_LSE = tl.constexpr(precision.MAX_LSE)
+_NO_P = tl.constexpr(2.0**127)  # an lse over log 2 that leaves nothing of P
 
 
 class BackwardWorkspace:
@@ -32,40 +34,50 @@ class BackwardWorkspace:
     - `columns`: those of the accumulator (b, hq, rows, columns), a multiple of 64; 0: no
       accumulator.
     - `negative`: True to store -delta, which the product dP can be initialised with.
+    - `entropy`: True for a third vector, -dentropy log 2, which log2(P) is multiplied with. It is 0
+      for rows without any P, whose lse2 then is `_NO_P` and not inf: no product is a NaN.
     """
 
     def __init__(
         self, shape: Sequence[int], rows: int, columns: int, device: torch.device,
-        zeroed_by_backward: bool = False, negative: bool = False,
+        zeroed_by_backward: bool = False, negative: bool = False, entropy: bool = False,
     ) -> None:  # fmt: skip
         (self.b, self.heads, self.q_len, self.width), self.rows = shape, rows
         self.columns, self.device, self.negative = columns, device, negative
         self.aligned_rows = -(-self.b * self.heads * rows // _ALIGNMENT) * _ALIGNMENT
         self.counters = self.b * self.heads + 1 if zeroed_by_backward else 0
-        self.size = 2 * self.aligned_rows + self.b * self.heads * rows * columns + self.counters
+        self.vectors = 3 if entropy else 2
+        accumulator = self.b * self.heads * rows * columns
+        self.size = self.vectors * self.aligned_rows + accumulator + self.counters
         self.kernels: dict[tuple, KernelLauncher] = {}
 
-    def split(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def split(self, workspace: Tensor) -> tuple[Tensor, Tensor, *tuple[Tensor | None, ...]]:
         """Return delta and lse2, (b, hq, rows); the accumulator (b, hq, rows, columns), or None;
-        the int32 counters (b hq + 1,), or None."""
+        the int32 counters (b hq + 1,), or None; -dentropy log 2, or None."""
         shape, rows = (self.b, self.heads, self.rows), self.b * self.heads * self.rows
-        delta, lse2 = (workspace[n : n + rows].view(shape) for n in (0, self.aligned_rows))
-        rest = workspace[2 * self.aligned_rows :]
+        delta, lse2, *neg_dentropy = (
+            workspace[n * self.aligned_rows :][:rows].view(shape) for n in range(self.vectors)
+        )
+        rest = workspace[self.vectors * self.aligned_rows :]
         dq_accum, counters = rest.split((rows * self.columns, self.counters))
         return (
             delta, lse2, dq_accum.view(*shape, self.columns) if self.columns else None,
             counters.view(torch.int32) if self.counters else None,
+            neg_dentropy[0] if neg_dentropy else None,
         )  # fmt: skip
 
     def arrange(self, tensors: Sequence[Any], *_: object) -> tuple:
         """Return the arguments of `preprocess_kernel`."""
-        out, dout, dlse, workspace, lse = tensors
-        delta, lse2, dq_accum, counters = self.split(workspace)
+        out, dout, dlse, workspace, lse, dentropy = tensors
+        delta, lse2, dq_accum, counters, neg_dentropy = self.split(workspace)
         accum_to_zero = None if counters is not None else dq_accum
         lse2 = None if lse is None else lse2
         sizes = self.heads, self.q_len, self.rows, self.width
         strides = out.stride(), dout.stride()
-        return out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, *strides, *sizes
+        return (
+            out, dout, dlse, delta, lse, lse2, dentropy, neg_dentropy, accum_to_zero, counters,
+            *strides, *sizes,
+        )  # fmt: skip
 
     def kernel(self) -> KernelLauncher:
         """Return a launcher for tensors of one `key` of `run_preprocess`."""
@@ -81,8 +93,9 @@ class BackwardWorkspace:
 
 
 def run_preprocess(
-    workspace: BackwardWorkspace, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor | None
-) -> Tensor:
+    workspace: BackwardWorkspace, out: Tensor, dout: Tensor, dlse: Tensor | None,
+    lse: Tensor | None, dentropy: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return a new buffer, filled in one pass over out and dout, which may have any strides. `lse`
     None: lse2 stays uninitialised."""
     buffer = torch.empty(workspace.size, dtype=torch.float32, device=workspace.device)
@@ -96,7 +109,9 @@ def run_preprocess(
         dlse = dlse.contiguous()
     if lse is not None:
         lse = lse.contiguous()
-    kernel((out, dout, dlse, buffer, lse))
+    if dentropy is not None:
+        dentropy = dentropy.contiguous()
+    kernel((out, dout, dlse, buffer, lse, dentropy))
     return buffer
 
 
@@ -108,8 +123,8 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])
 def preprocess_kernel(
-    out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, out_strides, dout_strides,
-    heads, q_len, rows, width,
+    out, dout, dlse, delta, lse, lse2, dentropy, neg_dentropy, accum_to_zero, counters,
+    out_strides, dout_strides, heads, q_len, rows, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Preprocess BLOCK rows of one head."""
@@ -129,7 +144,14 @@ def preprocess_kernel(
     tl.store(delta + row, -total if NEGATIVE else total, mask=i < rows)
     if lse is not None:
         lse_rows = tl.load(lse + lse_row, mask=live, other=float("inf"))
-        tl.store(lse2 + row, in_log2(lse_rows), mask=i < rows)
+        lse2 += row
+        lse_rows = in_log2(lse_rows)
+        if neg_dentropy is not None:
+            has_p = lse_rows != float("inf")
+            lse_rows = tl.where(has_p, lse_rows, _NO_P)
+            of_row = tl.load(dentropy + lse_row, mask=live, other=0.0) * -_LN2
+            tl.store(neg_dentropy + row, tl.where(has_p, of_row, 0.0), mask=i < rows)
+        tl.store(lse2, lse_rows, mask=i < rows)
     if accum_to_zero is not None:
         first_64 = accum_to_zero + row[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
         for n in tl.static_range(COLUMNS // 64):

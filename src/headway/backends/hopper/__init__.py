@@ -41,8 +41,6 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
         reasons.append(reason)
     if kind.cache:
         return reasons + inference.reasons_against(spec, kind)
-    if spec.entropy:
-        reasons.append("it has no entropy of rows: use attention_with_stats, which composes it")
     if kind.dtype not in DTYPES:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if first_fit(FWD_TILE_SHAPES, d, dv) is None:

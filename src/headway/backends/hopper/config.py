@@ -338,6 +338,9 @@ class BwdKernelConfig(KernelConfig):
     # The derivative of the score may be infinite where P is 0.
     unbounded_dscore: bool = False
 
+    # Add to dP what the entropy has of its gradient.
+    entropy: bool = False
+
     # The score may be NaN for queries past the end, which the last block has.
     score_past_end: bool = False
 

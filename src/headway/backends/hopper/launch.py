@@ -29,19 +29,22 @@ def forward(spec: Spec, call: Call) -> Forward:
     out = _memory_for_out(call, q, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
     lse = outputs.memory_for(call, 1, (b, hq, q_len))
     row_max = new(b, hq, q_len) if spec.row_max else None
+    entropy = new(b, hq, q_len) if spec.entropy else None
     max_logit = None
     if lse.numel() and k.shape[2]:
         plan = plan_for(ForwardPlan, spec, call, (), *matrices)
         if plan.uncompiled:
             parallel_compile.compile_training(plan, spec, call, forward, backward)
         max_logit = new(b, hq, plan.max_logit_parts) if spec.max_logit else None
-        plan.launch(call, *plan.tma_readable(matrices), out, lse, row_max, max_logit)
+        plan.launch(call, *plan.tma_readable(matrices), out, lse, row_max, max_logit, entropy)
     else:
         out.zero_()
         lse.copy_(lse.new_full((), -math.inf) if call.sink is None else call.sink.float()[:, None])
         if row_max is not None:
             row_max.fill_(-math.inf)
-    return outputs.of_forward(spec, out, lse, row_max, max_logit)
+        if entropy is not None:
+            entropy.zero_()
+    return outputs.of_forward(spec, out, lse, row_max, max_logit, entropy)
 
 
 def _memory_for_out(call: Call, q: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -58,24 +61,26 @@ def _memory_for_out(call: Call, q: Tensor, shape: tuple[int, ...], dtype: torch.
 
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
+    needs: tuple[bool, ...], dentropy: Tensor | None = None,
 ) -> Grads:  # fmt: skip
     """Run one kernel for all gradients. Before it runs the preprocess of the rows of out and dout;
     after it, unless CTAs own whole segments, one that puts dq in order."""
+    if spec.entropy and dentropy is None:
+        spec = spec.replace(entropy=False)
     q, k, _, dout = matrices = aligned(call.q, call.k, call.v, dout)
     _, dtype = spec.grad_dtypes(q.dtype)
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not k.shape[2]:
-        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
+        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, dentropy, captured)
 
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
     if call.prepared is None:
         plan = _backward_plan(spec, call, wanted, matrices)
         if plan.uncompiled:
             parallel_compile.compile_backward(
-                plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
+                plan, lambda: backward(spec, call, out, lse, dout, dlse, needs, dentropy)
             )
-        workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
+        workspace = run_preprocess(plan.workspace, out, dout, dlse, lse, dentropy)
     else:
         plan, workspace = call.prepared
     dk, dv = plan.new_key_grads(call)
@@ -92,7 +97,7 @@ def backward(
     dsink = None
     if call.sink is not None:
         neg_delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
-        dsink = -captured_grads.of_sink(call.sink, lse, neg_delta)
+        dsink = captured_grads.of_sink(call.sink, lse, -neg_delta, dentropy)
     return Grads(dq, dk, dv, dsink, captured)
 
 

@@ -62,7 +62,7 @@ def backward(
     dq_dtype, dkv_dtype = spec.grad_dtypes(q.dtype)
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not kv_len:
-        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
+        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, dentropy, captured)
 
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
     plan = planned(spec, call, wanted, q, k, v, dout)

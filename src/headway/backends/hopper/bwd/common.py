@@ -19,8 +19,10 @@ from ..device.hoisted import (
 )
 from ..device.mma import (
     LOG2E,
+    LOG_0,
     ROWS,
     acc_layout,
+    broadcast_row,
     first_position,
     positions,
     produce_rows,
@@ -121,9 +123,13 @@ def _load_q_block(
     tma_load(inputs.lse, [first_row + n], full, smem.lse.index(q_at.stage))
     producer_acquire(rings.dout, dout_at, CONFIG.do_barriers())
     full = rings.dout.full.index(dout_at.stage)
-    mbarrier.expect(full, tx_bytes((smem.dout,), 1) + 4 * CONFIG.block)
+    VECTORS: gl.constexpr = 2 if CONFIG.entropy else 1
+    mbarrier.expect(full, tx_bytes((smem.dout,), 1) + 4 * CONFIG.block * VECTORS)
     tma_load(inputs.dout, [b, h, n, 0], full, smem.dout.index(dout_at.stage))
     tma_load(inputs.neg_delta, [first_row + n], full, smem.neg_delta.index(dout_at.stage))
+    if CONFIG.entropy:
+        row_vector = smem.neg_dentropy.index(dout_at.stage)
+        tma_load(inputs.neg_dentropy, [first_row + n], full, row_vector)
     if is_first:
         TILES: gl.constexpr = smem.v.shape[0]
         produce_rows(kv_at, keys.k, keys.b, keys.h, keys.first_key, TILES, 1)
@@ -212,9 +218,10 @@ def probabilities(
 
     - `zero`: from `opaque_zero`; `queries`: from `hoist_queries`; `pairs`: a `PairContext`.
 
-    **Returns:** Pᵀ; Pᵀ times dT/dS, or Pᵀ alone where dT/dS is one number for all pairs
-    (CONFIG.constant_dscore: `BwdModArgs.rate` has it); all that DERIVATIVE gives; and what SCATTER
-    takes of the pairs: S, batch row, head, positions of queries and keys.
+    **Returns:** Pᵀ; log2(Pᵀ) if CONFIG.entropy, finite where Pᵀ is 0; Pᵀ times dT/dS, or Pᵀ alone
+    where dT/dS is one number for all pairs (CONFIG.constant_dscore: `BwdModArgs.rate` has it); all
+    that DERIVATIVE gives; and what SCATTER takes of the pairs: S, batch row, head, positions of
+    queries and keys.
     """
     mods, coords, hoisted = pairs.mods, pairs.mods.coords, pairs.hoisted
     first_q, columns = queries
@@ -227,37 +234,53 @@ def probabilities(
     h = gl.cast(coords.h, CONFIG.index_type) + pairs.head.h
     if DERIVATIVE is None:
         dscore = ()
-        p = gl.exp2(s * (mods.scale * LOG2E) - lse[None, :])
+        p = _exp2_of_log(s * (mods.scale * LOG2E) - lse[None, :], CONFIG)
     elif CONFIG.affine is None:
         s = s * mods.scale
         score_args = mods.score_args
         if CONFIG.relative_biases > 0:
             score_args = score_args + (load_bias(hoisted.bias, n, CONFIG.block),)  # noqa: RUF005
         dscore = DERIVATIVE(s, b, h, q_idx[None, :], kv_idx[:, None], score_args)
-        p = gl.exp2(dscore[0] * LOG2E - lse[None, :])
+        p = _exp2_of_log(dscore[0] * LOG2E - lse[None, :], CONFIG)
     else:
         affine_args = affine_operands(
             mods.score_args, hoisted, columns, False, CONFIG.block, CONFIG
         )
         t = affine_exponent(s, mods.scale, lse, b, h, q_idx, kv_idx, first_q, affine_args, CONFIG)
-        p = gl.exp2(t)
+        p = _exp2_of_log(t, CONFIG)
         s = s * mods.scale
         dscore = DERIVATIVE(s, b, h, q_idx[None, :], kv_idx[:, None], mods.score_args)
+    # Of pairs that are not kept. With the entropy p is log2(P) until all masks are applied.
+    NOTHING: gl.constexpr = LOG_0 if CONFIG.entropy else 0.0
     if PARTIAL and MASK is not None:
         kept_pairs = evaluate_mask(
             p, b, h, q_idx, kv_idx, first_q, hoisted, columns, mods.mask_args, False, MASK, CONFIG
         )
-        p = gl.where(kept_pairs, p, 0.0)
+        p = gl.where(kept_pairs, p, NOTHING)
     q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if not CONFIG.even_kv:
-        p = gl.where(pairs.live[:, None], p, 0.0)
+        p = gl.where(pairs.live[:, None], p, NOTHING)
     if CONFIG.score_past_end:  # where it may be NaN; else an lse of inf makes P 0
-        p = gl.where((n + span < pairs.q_len)[None, :], p, 0.0)
+        p = gl.where((n + span < pairs.q_len)[None, :], p, NOTHING)
+    log2_p = ()
+    if CONFIG.entropy:
+        p, log2_p = gl.exp2(p), p
+        if DERIVATIVE is not None:  # A score may give -inf.
+            log2_p = gl.maximum(log2_p, LOG_0)
     if CONFIG.constant_dscore:
         p_dscore = p
     else:
         p_dscore = _times_derivative(p, dscore[1], CONFIG.unbounded_dscore)
-    return p, p_dscore, dscore, (s, b, h, q_idx, kv_idx)
+    return p, log2_p, p_dscore, dscore, (s, b, h, q_idx, kv_idx)
+
+
+@gluon.jit
+def _exp2_of_log(log2_p, CONFIG: gl.constexpr):
+    """Return P; with the entropy its logarithm, which is needed as well."""
+    if CONFIG.entropy:
+        return log2_p
+    else:
+        return gl.exp2(log2_p)
 
 
 @gluon.jit
@@ -303,6 +326,18 @@ def _locate_queries(n, pairs, CONFIG: gl.constexpr):
     first_q = first_position(coords.q_pos, coords.q_stride, coords.q, b, n, pairs.q_len, CONFIG)
     h = gl.cast(coords.h, CONFIG.index_type) + pairs.head.h
     return gl.cast(coords.b, CONFIG.index_type) + b, h, first_q
+
+
+@gluon.jit
+def added_to_dp(inputs, stage, log2_p, like, CONFIG: gl.constexpr):
+    """Return what P multiplies beside dP: -delta; for the entropy, -dentropy log P. `like`: shaped
+    as dP; `log2_p`: from `probabilities`."""
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(CONFIG.block))
+    added = broadcast_row(inputs.neg_delta.index(stage).load(cols), like)
+    if CONFIG.entropy:
+        neg_dentropy = inputs.neg_dentropy.index(stage).load(cols)
+        added = added + neg_dentropy[None, :] * log2_p
+    return added
 
 
 @gluon.jit

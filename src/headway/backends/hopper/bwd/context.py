@@ -18,6 +18,7 @@ class InputDescriptors(NamedTuple):
     dout: Any
     lse: Any  # in units of log 2
     neg_delta: Any  # -delta
+    neg_dentropy: Any  # -dentropy log 2, which dP has times log2(P); or None
 
 
 class BwdSizes(NamedTuple):
@@ -110,6 +111,7 @@ class InputSmem(NamedTuple):
     dout: Any
     lse: Any
     neg_delta: Any
+    neg_dentropy: Any
 
 
 class InputRings(NamedTuple):
@@ -118,7 +120,7 @@ class InputRings(NamedTuple):
     k: Any
     v: Any
     q: Any  # and lse
-    dout: Any  # and -delta
+    dout: Any  # and -delta, -dentropy log 2
 
 
 class BwdSmem(NamedTuple):

@@ -4,7 +4,7 @@ With P = exp(T − lse), T = score(S), S = scale q kᵀ (the Triton backend's ke
 same mathematics):
 
     Sᵀ = k qᵀ;  Pᵀ = exp2(Tᵀ − lse);  dv += Pᵀ dout
-    dPᵀ = v doutᵀ;  dSᵀ = Pᵀ∘(dPᵀ − delta)∘score'(Sᵀ);  dk += dSᵀ q
+    dPᵀ = v doutᵀ;  dSᵀ = Pᵀ∘(dPᵀ − delta − dentropy log Pᵀ)∘score'(Sᵀ);  dk += dSᵀ q
     dq += dS k
 
 (Dao et al. 2022, arXiv 2205.14135, algorithm 4; Shah et al. 2024, arXiv 2407.08608, section 3.)
@@ -53,8 +53,8 @@ from ..device.mma import (
     acc_layout,
     alloc_stages,
     at_stage,
-    broadcast_row,
     lhs_layout,
+    log2_of,
     materialize,
     matrix_layout,
     pieces,
@@ -87,6 +87,7 @@ from ..device.work_tile import (
 )
 from .common import (
     DO_STAGES,
+    added_to_dp,
     captured_values_grads,
     draw_bits,
     hoist_keys,
@@ -140,7 +141,7 @@ MIN_REGISTERS = gl.constexpr(config.MIN_REGISTERS)
     ]
 )  # fmt: skip
 def backward(
-    q0, q1, k0, k1, v, dout, lse, neg_delta,  # descriptors, of pieces
+    q0, q1, k0, k1, v, dout, lse, neg_delta, neg_dentropy,  # descriptors, of pieces
     dq_accum0, dq_accum1,  # descriptors, of pieces of a consumer's tile
     segment_dq, visit_bits, segments,  # where CTAs own segments: dQ, and of `SegmentWork`; or None
     zero_rows, zeroed_blocks,  # where dQ-accum is zeroed here: its descriptor, counters; or None
@@ -173,6 +174,9 @@ def backward(
     dq_smem = dq_buffers(dq_accum)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
+    dentropy_smem = None
+    if CONFIG.entropy:
+        dentropy_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     work_smem = work_buffer(BWD_FIELDS)
     zeros_smem = zero_buffer(zero_rows)
     k_ring = mbarrier_ring(1, 1, 2)
@@ -187,11 +191,12 @@ def backward(
     )
     fence_barrier_init()
     input_smem = InputSmem(
-        k=k_smem, v=v_smem, q=q_smem, dout=do_smem, lse=lse_smem, neg_delta=delta_smem
-    )
+        k=k_smem, v=v_smem, q=q_smem, dout=do_smem, lse=lse_smem, neg_delta=delta_smem,
+        neg_dentropy=dentropy_smem,
+    )  # fmt: skip
     smem = BwdSmem(inputs=input_smem, ds=ds_smem, dq=dq_smem, work=work_smem)
     sizes = BwdSizes(heads, group, share, q_len, q_rows, kv_len)
-    inputs = InputDescriptors(q=q, k=k, v=v, dout=dout, lse=lse, neg_delta=neg_delta)
+    inputs = InputDescriptors(q, k, v, dout, lse, neg_delta, neg_dentropy)
     key_grads = KeyGradOutputs(dk, dv, dk_float32, dv_float32, d_width, dv_width)
     outputs = ConsumerOutputs(key_grads, captured_grads, bias_sums, segment_dq)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
@@ -397,9 +402,11 @@ def mma_q_block(
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, CONFIG)
         queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
     DROPS: gl.constexpr = pairs.mods.dropout is not None
+    # The product dP starts from what is added to it.
+    STARTS_FROM_ADDED: gl.constexpr = WIDE or (CONFIG.entropy and not DROPS)
     lse = inputs.lse.index(q_at.stage).load(cols)
     consumer_wait(input_rings.dout, dout_at)
-    if not (CONFIG.dp_after_p or WIDE):
+    if not (CONFIG.dp_after_p or STARTS_FROM_ADDED):
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), zero_tile, False)
     if DROPS:
         # Over already. But ptxas moves nothing over a wait, and would do this before the product.
@@ -409,22 +416,22 @@ def mma_q_block(
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, CONFIG)
 
     # P times the derivative now, so that only the product stays in registers.
-    p, p_dscore, dscore, pair_args = probabilities(
+    p, log2_p, p_dscore, dscore, pair_args = probabilities(
         s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
     if DROPS:  # noqa: SIM108
         p16 = drop(kept_pairs(bits, n, pairs, CONFIG), p).to(dtype)
     else:
         p16 = p.to(dtype)
-    neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)
-    if WIDE:  # and rounded; the product begins with -delta
+    if STARTS_FROM_ADDED or not CONFIG.entropy:
+        added = added_to_dp(inputs, dout_at.stage, log2_p, zero_tile, CONFIG)
+    if STARTS_FROM_ADDED:  # P is rounded
         p16 = materialize(p16)
         if CONFIG.constant_dscore:  # noqa: SIM108
             p_dscore = p16
         else:
             p_dscore = materialize(p_dscore.to(dtype))
-        neg_delta = broadcast_row(neg_delta, zero_tile)
-        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), neg_delta, True)
+        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), added, True)
     elif CONFIG.dp_after_p:
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), zero_tile, False)
     p16 = gl.convert_layout(p16, lhs_layout(DV))
@@ -433,8 +440,10 @@ def mma_q_block(
     dp = warpgroup_mma_wait(1, deps=[dp])
     if DROPS:
         dp = gl.where(kept_pairs(bits, n, pairs, CONFIG), dp, 0.0) * pairs.mods.dropout.factor
-    if not WIDE:
-        dp = dp + neg_delta[None, :]
+        if CONFIG.entropy:  # once more, for want of registers
+            added = added_to_dp(inputs, dout_at.stage, log2_of(p), zero_tile, CONFIG)
+    if not STARTS_FROM_ADDED:
+        dp = dp + added
     ds = widen(p_dscore, CONFIG.constant_dscore) * dp
     if SCATTER is not None:
         grads = captured_values_grads(p, dscore, dp, CONFIG.unbounded_dscore)

@@ -19,7 +19,6 @@ from ..device.mma import (
     ROWS,
     acc_layout,
     at_stage,
-    broadcast_row,
     lhs_layout,
     materialize,
     wgmma_ab,
@@ -33,7 +32,15 @@ from ..device.pipeline import (
     producer_commit,
     step_back,
 )
-from .common import DO_STAGES, hoist_queries, issue_dp, opaque_zero, probabilities, widen
+from .common import (
+    DO_STAGES,
+    added_to_dp,
+    hoist_queries,
+    issue_dp,
+    opaque_zero,
+    probabilities,
+    widen,
+)
 from .context import Cursors, PipelinedState
 from .dq import issue_dq, store_dq
 
@@ -86,7 +93,7 @@ def mma_q_block_pipelined(
         lse = inputs.lse.index(q_at.stage).load(cols)
     else:
         s = warpgroup_mma_wait(2, deps=[s])
-    p, p_dscore, _, _ = probabilities(
+    p, log2_p, p_dscore, _, _ = probabilities(
         s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
     p16 = materialize(p.to(dtype))
@@ -100,8 +107,8 @@ def mma_q_block_pipelined(
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
 
     consumer_wait(input_rings.dout, dout_at)
-    neg_delta = broadcast_row(inputs.neg_delta.index(dout_at.stage).load(cols), zero_tile)
-    dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), neg_delta, True)
+    added = added_to_dp(inputs, dout_at.stage, log2_p, zero_tile, CONFIG)
+    dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), added, True)
     p16 = gl.convert_layout(p16, lhs_layout(inputs.v.shape[2]))
     dv = warpgroup_mma(p16, inputs.dout.index(dout_at.stage), state.dv, is_async=True)
     fence_async_shared()

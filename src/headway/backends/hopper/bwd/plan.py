@@ -157,7 +157,7 @@ class BackwardPlan(HopperPlan):
         )  # fmt: skip
         self.q, self.dout = matrix_tiles(shape.block, shape.d), matrix_tiles(shape.block, shape.dv)
         self.k, self.v, self.dk, self.dv_ = (matrix_tiles(ROWS, w) for w in (shape.d, shape.dv) * 2)
-        self.lse, self.neg_delta = row_vectors(shape.block), row_vectors(shape.block)
+        self.lse, self.neg_delta, self.neg_dentropy = (row_vectors(shape.block) for _ in range(3))
         # Pieces of dQ-accum as a consumer stores them, 64 x 64 numbers or half of them. The wide
         # kernel needs no descriptor.
         first_rows = shape.block * min(self.columns, 128) // 512
@@ -179,8 +179,9 @@ class BackwardPlan(HopperPlan):
         owns = self.owned_segments is not None
         out_shape, columns = (self.b, self.hq, self.q_len, self.dv), 0 if owns else self.columns
         self.workspace = BackwardWorkspace(
-            out_shape, self.q_rows, columns, self.device, self.zero_rows is not None, negative=True
-        )
+            out_shape, self.q_rows, columns, self.device, self.zero_rows is not None,
+            negative=True, entropy=spec.entropy,
+        )  # fmt: skip
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
             "MASK": self.function("mask"), "CONFIG": self._config(spec, shape, wanted),
@@ -209,7 +210,7 @@ class BackwardPlan(HopperPlan):
             pipelined=shape.pipelined, owns_segment=self.owned_segments is not None,
             named_barriers=shape.named_barriers, constant_dscore=self.score_gain is not None,
             unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
-            score_past_end=self._undefined_past_the_end(shape.block),
+            entropy=spec.entropy, score_past_end=self._undefined_past_the_end(shape.block),
             relative_biases=len(self.bias_tables.depends), in_sixteens=self.in_sixteens,
             bias_grads=self.bias_tables.grad_tables, exact_width=self.exact_sums.width,
             **self.affine, **self.hoisted,
@@ -287,7 +288,8 @@ class BackwardPlan(HopperPlan):
         q, k, v, dout, workspace, dk, dv, *others = operands
         coords, schedule, captured, order_tensors = self.arranged(self.schedules, tensors, floats)
         dropout = self.dropout_of(order_tensors)
-        neg_delta, lse2, dq_accum, zeroed_blocks = self.workspace.split(workspace)
+        neg_delta, lse2, dq_accum, zeroed_blocks, neg_dentropy = self.workspace.split(workspace)
+        dentropy = (None,) if neg_dentropy is None else self.neg_dentropy(neg_dentropy)
         # The wide kernel has no parameters for segments, zeros and work tiles.
         counter: tuple[Any, ...] = ()
         segment: tuple[Any, ...] = ()
@@ -313,9 +315,9 @@ class BackwardPlan(HopperPlan):
             key_grads = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
         return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.neg_delta(neg_delta), *self.dq_accum(dq_accum), *segment, *zeros, *key_grads,
-            grads,
-            bands, sums, *counter, *self.scalars, coords, dropout, schedule, semaphore, *captured,
+            *self.neg_delta(neg_delta), *dentropy, *self.dq_accum(dq_accum), *segment, *zeros,
+            *key_grads, grads, bands, sums, *counter, *self.scalars, coords, dropout, schedule,
+            semaphore, *captured,
         )  # fmt: skip
 
     def arrange_postprocess(self, operands: Sequence[Any], *_: object) -> tuple:

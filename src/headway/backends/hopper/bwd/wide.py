@@ -97,7 +97,7 @@ _HALF = gl.constexpr(128)  # columns
     ]
 )  # fmt: skip
 def backward_wide(
-    q, q1, k, k1, v, dout, lse, neg_delta,  # descriptors; there are no second pieces
+    q, q1, k, k1, v, dout, lse, neg_delta, neg_dentropy,  # descriptors; there are no second pieces
     dq_accum, dq_accum1,  # pointer to dQ-accum, and None
     dk, dk1, dv,  # descriptors; None where those in float32 are given
     dk_float32, dv_float32, captured_grads,  # pointers
@@ -118,13 +118,16 @@ def backward_wide(
     p_smem = gl.allocate_shared_memory(v.dtype, [P_STAGES, ROWS, BLOCK], matrix_layout(v.layout))
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
+    dentropy_smem = None
+    if CONFIG.entropy:
+        dentropy_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     input_rings = InputRings(
         k=mbarrier_ring(1, 1, 2),  # once
         v=mbarrier_ring(1, 1, 1),  # once
         q=mbarrier_ring(STAGES, 1, 2),  # to the consumers of dV and dK
         dout=mbarrier_ring(DO_STAGES, 1, 2),  # to the consumers of dV and dK
     )
-    if SCATTER is None:
+    if passes_p(SCATTER, CONFIG):
         # From the consumer of dV to that of dK; the consumer of dQ releases the stage.
         p_ring = mbarrier_ring(P_STAGES, 1, 1)
     else:  # P goes nowhere
@@ -133,8 +136,9 @@ def backward_wide(
     rings = WideRings(inputs=input_rings, p=p_ring, ds=ds_ring)
     fence_barrier_init()
     input_smem = InputSmem(
-        k=k_smem, v=v_smem, q=q_smem, dout=do_smem, lse=lse_smem, neg_delta=delta_smem
-    )
+        k=k_smem, v=v_smem, q=q_smem, dout=do_smem, lse=lse_smem, neg_delta=delta_smem,
+        neg_dentropy=dentropy_smem,
+    )  # fmt: skip
     smem = WideSmem(inputs=input_smem, p=p_smem)
     tile = KeyTile(
         *locate_tile(
@@ -145,7 +149,7 @@ def backward_wide(
     sizes = BwdSizes(heads, group, share, q_len, q_rows, kv_len)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     mods = BwdModArgs(scale, rate, coords, dropout, bias_tables, score_args, mask_args)
-    inputs = InputDescriptors(q=(q,), k=(k,), v=v, dout=dout, lse=lse, neg_delta=neg_delta)
+    inputs = InputDescriptors((q,), (k,), v, dout, lse, neg_delta, neg_dentropy)
     gl.warp_specialize(
         [
             (consume_dv, ((dv, dv_float32, dv_width), smem, rings, tile, sizes, mods, schedule,
@@ -158,6 +162,12 @@ def backward_wide(
         [WARPGROUP, WARPGROUP, ONE_WARP],  # warps of the partitions after the first
         [DK_REGISTERS, DQ_REGISTERS, MIN_REGISTERS],  # registers of their threads
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def passes_p(SCATTER, CONFIG):
+    """Return whether the consumer of dK has P from that of dV; else it computes P once more."""
+    return SCATTER is None and not CONFIG.entropy
 
 
 @gluon.jit
@@ -211,7 +221,7 @@ def dv_q_block(
     zero = opaque_zero(n, context.share)
     lse = inputs.lse.index(q_at.stage).load(cols)
     queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
-    p, p_dscore, _, _ = probabilities(
+    p, _, p_dscore, _, _ = probabilities(
         s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
     p16 = materialize(p.to(inputs.v.dtype))
@@ -219,7 +229,7 @@ def dv_q_block(
     if pairs.mods.dropout is not None:
         kept = kept_pairs(draw_bits(n, zero, pairs, CONFIG), n, pairs, CONFIG)
         dropped = materialize(drop(kept, p).to(inputs.v.dtype))
-    if SCATTER is None:
+    if passes_p(SCATTER, CONFIG):
         producer_acquire(rings.p, p_at)
         if CONFIG.constant_dscore:
             smem.p.index(p_at.stage).store(p16)
@@ -254,7 +264,7 @@ def consume_dk(
     zero_tile = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, dout_at, p_at = first_stage(), first_stage(), first_stage()
-    if SCATTER is not None:
+    if not passes_p(SCATTER, CONFIG):
         consumer_wait(input_rings.k, RingCursor(0, 0))
     consumer_wait(input_rings.v, RingCursor(0, 0))
     consumer_wait(input_rings.dout, dout_at)
@@ -263,7 +273,7 @@ def consume_dk(
     state = WideState(dp, (half, half), q_at, dout_at, p_at)
     state = visit_heads(
         state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, schedule,
-        dk_q_block, SCATTER is not None or mods.dropout is not None,
+        dk_q_block, not passes_p(SCATTER, CONFIG) or mods.dropout is not None,
         DERIVATIVE, SCATTER, MASK, CONFIG,
     )  # fmt: skip
     # In the place of the last block of queries, when both consumers have released it.
@@ -290,22 +300,27 @@ def dk_q_block(
         kept = kept_pairs(draw_bits(n, zero, pairs, CONFIG), n, pairs, CONFIG)
         dp = gl.where(kept, dp, 0.0) * context.dropout.factor
     dp = dp + neg_delta[None, :]
+    if CONFIG.entropy:
+        neg_dentropy = inputs.neg_dentropy.index(dout_at.stage).load(cols)
     consumer_release(input_rings.dout, dout_at)
     consumer_wait(input_rings.q, q_at)
-    if SCATTER is None:
+    if passes_p(SCATTER, CONFIG):
         consumer_wait(rings.p, p_at)
         p_dscore = upcast(smem.p.index(p_at.stage).load(acc_layout(CONFIG.block)))
-    else:  # P once has_next, for all that it is multiplied with
+    else:  # P once more, for all that it is multiplied with
         s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at.stage), zero_tile)
         queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = inputs.lse.index(q_at.stage).load(cols)
-        p, p_dscore, dscore, pair_args = probabilities(
+        p, log2_p, p_dscore, dscore, pair_args = probabilities(
             s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
         )
-        grads = captured_values_grads(p, dscore, dp, CONFIG.unbounded_dscore)
-        SCATTER(context.captured_grads, grads, *pair_args, pairs.mods.score_args)
-        add_bias_grad(context.bias_sums, n, grads, CONFIG)
+        if CONFIG.entropy:
+            dp = dp + neg_dentropy[None, :] * log2_p
+        if SCATTER is not None:
+            grads = captured_values_grads(p, dscore, dp, CONFIG.unbounded_dscore)
+            SCATTER(context.captured_grads, grads, *pair_args, pairs.mods.score_args)
+            add_bias_grad(context.bias_sums, n, grads, CONFIG)
         producer_acquire(rings.p, p_at)
     ds16 = (p_dscore * dp).to(inputs.v.dtype)
     smem.p.index(p_at.stage).store(ds16)

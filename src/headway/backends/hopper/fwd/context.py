@@ -57,6 +57,7 @@ class FwdOutputs(NamedTuple):
     lse: Any
     row_max: Any
     max_logit: Any  # one for every consumer's part of every work tile
+    entropy: Any
     sink: Any  # read: one logit per head
     partials: Any  # stream-K: memory for parts of work tiles
     counter: Any  # its flags stand behind the counter of tickets
@@ -80,6 +81,7 @@ class SoftmaxState(NamedTuple):
     acc: Any  # O, in pieces; a WGMMA may be in flight
     m: Any  # row maxima of T over log 2
     l: Any  # row sums of exp2(T / log 2 - m)
+    moment: Any  # (row sums of x exp2(x), x = T / log 2 - m,) for the entropy, or ()
     max_s: Any  # row maxima of S, if CONFIG.track_max
     p: Any  # P of the block before, the left operand of the next WGMMA
     k_at: Any  # cursors

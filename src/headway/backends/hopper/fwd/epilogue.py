@@ -4,8 +4,10 @@ from ..device.gluon_compat import fence_async_shared, gl, gluon, tma_store, tma_
 from ..device.mma import (
     LN2,
     LOG2E,
+    LOG_0,
     ROWS,
     acc_layout,
+    moved_moment,
     propagate_nan,
     row_vector,
     scale_rows,
@@ -17,13 +19,14 @@ from .combine import Partial, combine_parts
 
 
 @gluon.jit
-def epilogue(acc, m, l, max_s, previous, SCORE: gl.constexpr, CONFIG: gl.constexpr):
+def epilogue(acc, state, previous, SCORE: gl.constexpr, CONFIG: gl.constexpr):
     """Store a work tile (`previous`) whose softmax is complete. The rows of a sentinel tile all lie
     past the end, so nothing of it is stored. Its fields are read again here, to have been in no
     registers until now.
 
-    - `acc`, `m`, `l`, `max_s`: as of `SoftmaxState`.
+    - `acc`: O; `state`: its `SoftmaxState`.
     """
+    m, l, moment, max_s = state.m, state.l, state.moment, state.max_s
     rows, smem, rings, outputs = previous.rows, previous.smem, previous.rings, previous.outputs
     sizes, schedule = previous.sizes, previous.schedule
     W: gl.constexpr = CONFIG.consumer
@@ -32,8 +35,8 @@ def epilogue(acc, m, l, max_s, previous, SCORE: gl.constexpr, CONFIG: gl.constex
     tile_in_head, first_row = tile.tile_in_head, tile.first_row
     if CONFIG.stream_k:
         part = read_part(smem.work, previous.work_at, WARPGROUP)
-        acc, m, l, max_s = combine_parts(
-            Partial(acc, m, l, max_s), part.share, part.earlier_parts, rows,
+        acc, m, l, moment, max_s = combine_parts(
+            Partial(acc, m, l, moment, max_s), part.share, part.earlier_parts, rows,
             outputs.partials, outputs.counter, CONFIG,
         )  # fmt: skip
         # Where another CTA combines the parts, this one stores nothing, as of a sentinel tile.
@@ -64,8 +67,16 @@ def epilogue(acc, m, l, max_s, previous, SCORE: gl.constexpr, CONFIG: gl.constex
         m = gl.maximum(m, sink)
         base = gl.where(m == float("-inf"), 0.0, m)
         scale = gl.exp2(previous_m - base)
+        if outputs.entropy is not None:
+            of_sink = gl.exp2(sink - base) * gl.maximum(sink - base, LOG_0)
+            moment = (moved_moment(moment[0], l, previous_m - base, scale) + of_sink,)
         l = l * scale + gl.exp2(sink - base)
     gl.store(outputs.lse + head_row + first_row + rows, (m + gl.log2(l)) * LN2, mask=live)
+    if outputs.entropy is not None:
+        seen = gl.where(l == 0.0, 1.0, l)
+        entropy = (gl.log2(seen) - moment[0] / seen) * LN2
+        entropy = gl.where(entropy < 0.0, 0.0, entropy)
+        gl.store(outputs.entropy + head_row + first_row + rows, entropy, mask=live)
     if previous.dropout is not None:
         scale = scale * previous.dropout.factor
     acc = scale_rows(acc, scale / gl.where(l == 0.0, 1.0, l))  # a query that sees nothing gets 0

@@ -41,6 +41,7 @@ from ..device.hoisted import (
     rows_for_width,
 )
 from ..device.mma import (
+    LOG_0,
     ROWS,
     acc_layout,
     alloc_stages,
@@ -49,6 +50,7 @@ from ..device.mma import (
     first_position,
     lhs_layout,
     materialize,
+    moved_moment,
     pieces,
     positions,
     row_vector,
@@ -114,7 +116,7 @@ MIN_REGISTERS = gl.constexpr(config.MIN_REGISTERS)
 )  # fmt: skip
 def forward(
     q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
-    wide_out, lse, row_max, max_logit, sink,  # pointers; all but lse may be None
+    wide_out, lse, row_max, max_logit, entropy, sink,  # pointers; all but lse may be None
     counter, tickets,  # the next ticket (0, before and after), and how many there are
     last_rows,  # the shortest tile rows, whose tiles come after those of all heads
     whole_tiles, share_blocks, shared_blocks, partials,  # `StreamKArgs`, and memory for parts
@@ -149,7 +151,7 @@ def forward(
     sizes = FwdSizes(heads, group, q_len, kv_len, dv)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     mods = FwdModArgs(scale, coords, dropout, bias_tables, score_args, mask_args)
-    outputs = FwdOutputs(out, wide_out, lse, row_max, max_logit, sink, partials, counter)
+    outputs = FwdOutputs(out, wide_out, lse, row_max, max_logit, entropy, sink, partials, counter)
     stream_k = StreamKArgs(whole_tiles, share_blocks, shared_blocks)
     # The code of a consumer depends on its number, so each has a configuration of its own.
     CONFIG_0: gl.constexpr = CONFIG.for_consumer(0)
@@ -229,6 +231,7 @@ def consumer(
     minus_inf = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
     zero = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
     m, l, max_s = minus_inf, zero, minus_inf
+    moment = () if outputs.entropy is None else (zero,)
     row_log2 = zero
     acc = zero_acc(ROWS, smem.v)
     p = gl.zeros([ROWS, BLOCK], smem.k[0].dtype, layout=lhs_layout(smem.v[0].shape[2]))
@@ -271,7 +274,7 @@ def consumer(
 
         # The first block, with which the previous tile ends; then the others.
         state = SoftmaxState(
-            acc=pending, m=m, l=l, max_s=max_s, p=p, k_at=k_at, v_at=v_at,
+            acc=pending, m=m, l=l, moment=moment, max_s=max_s, p=p, k_at=k_at, v_at=v_at,
             is_first=gl.to_tensor(1), blocks_left=blocks_left,
         )  # fmt: skip
         if not CONFIG.first_block_in_loop:
@@ -290,7 +293,7 @@ def consumer(
             CONFIG.first_block_in_loop, attend_block, SCORE, MASK, CONFIG,
         )  # fmt: skip
 
-        acc, m, l, max_s, p, k_at, v_at, _, _ = state
+        acc, m, l, moment, max_s, p, k_at, v_at, _, _ = state
         previous_at, work_at = work_at, advance(work_at, WORK_STAGES)
         if not (CONFIG.q_in_registers or CONFIG.early_q_release):
             consumer_release(q_ring, q_at)
@@ -341,8 +344,9 @@ def attend_block(
     LIVE: gl.constexpr = live_columns(CONFIG, False, PARTIAL)
     s, pending = issue_qk_pv(ops, state.acc, state.p, state.k_at, state.v_at, LIVE, CONFIG)
     state = SoftmaxState(
-        acc=pending, m=state.m, l=state.l, max_s=state.max_s, p=state.p, k_at=state.k_at,
-        v_at=state.v_at, is_first=state.is_first, blocks_left=state.blocks_left,
+        acc=pending, m=state.m, l=state.l, moment=state.moment, max_s=state.max_s,
+        p=state.p, k_at=state.k_at, v_at=state.v_at, is_first=state.is_first,
+        blocks_left=state.blocks_left,
     )  # fmt: skip
     return softmax_step(state, s, ops, tile, previous, n, False, PARTIAL, SCORE, MASK, CONFIG)
 
@@ -426,8 +430,11 @@ def softmax_step(
     t, scale_log2, s, row_log2 = score_block(
         s, ops, tile, columns, first_kv, n, score_args, MASKED, PARTIAL, SCORE, MASK, CONFIG
     )
-    e, m, l, max_s, rescale = online_softmax(
-        t, scale_log2, s, row_log2, state, FIRST or MAYBE_FIRST, CONFIG
+    MAYBE_EMPTY: gl.constexpr = SCORE is not None or (
+        PARTIAL and (MASK is not None or not CONFIG.even_kv)
+    )
+    e, m, l, moment, max_s, rescale = online_softmax(
+        t, scale_log2, s, row_log2, state, FIRST or MAYBE_FIRST, MAYBE_EMPTY, CONFIG
     )  # fmt: skip
 
     # P V of the block before is complete: release V, and P's registers.
@@ -446,18 +453,18 @@ def softmax_step(
 
     # O of the previous tile is complete, or O of this one is rescaled.
     if FIRST:
-        epilogue(acc, state.m, state.l, state.max_s, previous, SCORE, CONFIG)
+        epilogue(acc, state, previous, SCORE, CONFIG)
         acc = zero_acc(ROWS, ops.v)
     elif MAYBE_FIRST:
         if state.is_first > 0:
-            epilogue(acc, state.m, state.l, state.max_s, previous, SCORE, CONFIG)
+            epilogue(acc, state, previous, SCORE, CONFIG)
             acc = zero_acc(ROWS, ops.v)
         else:
             acc = scale_rows(acc, rescale)
     else:
         acc = scale_rows(acc, rescale)
     return SoftmaxState(
-        acc=acc, m=m, l=l, max_s=max_s, p=p, k_at=k_at, v_at=v_at,
+        acc=acc, m=m, l=l, moment=moment, max_s=max_s, p=p, k_at=k_at, v_at=v_at,
         is_first=gl.to_tensor(0), blocks_left=blocks_left,
     )  # fmt: skip
 
@@ -591,12 +598,15 @@ def score_block(
 
 @gluon.jit
 def online_softmax(
-    t, scale_log2, s, row_log2, state, MAYBE_FIRST: gl.constexpr, CONFIG: gl.constexpr
+    t, scale_log2, s, row_log2, state, MAYBE_FIRST: gl.constexpr, MAYBE_EMPTY: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute P of a block in float32, the new m, l and max_s, and the factor that rescales O and
-    l. With MAYBE_FIRST, the maxima and sums of the previous tile are dropped if `state.is_first`.
+    """Compute P of a block in float32, the new m, l, moment and max_s, and the factor that
+    rescales O and l. With MAYBE_FIRST, the maxima and sums of the previous tile are dropped if
+    `state.is_first`.
 
     - `t`, `scale_log2`, `s`, `row_log2`: from `score_block`.
+    - `MAYBE_EMPTY`: a mask or a score may make T -inf.
     """
     COLUMNS: gl.constexpr = t.shape[1]
     # t of an affine score is T less a row vector.
@@ -618,7 +628,17 @@ def online_softmax(
     base_of_t = row_vector(base, COLUMNS)
     if BY_ROW:  # Rounding may leave it below the largest T: no exponential is to exceed 1.
         base_of_t = gl.maximum(base_of_t - row_log2, m_block)
-    e = gl.exp2(t * scale_log2 - base_of_t[:, None])
+    log_e = t * scale_log2 - base_of_t[:, None]
+    e = gl.exp2(log_e)
     rescale = gl.exp2(previous_m - base)
+    moment = ()
+    if len(state.moment) > 0:
+        before = state.moment[0]
+        if MAYBE_FIRST:
+            before = gl.where(state.is_first > 0, 0.0, before)
+        if MAYBE_EMPTY:  # 0 times -inf is 0
+            log_e = gl.maximum(log_e, LOG_0)
+        before = moved_moment(before, l, previous_m - base, rescale)
+        moment = (before + row_vector(gl.sum(e * log_e, 1), CONFIG.block),)
     l = l * rescale + row_vector(gl.sum(e, 1), CONFIG.block)
-    return e, m, l, max_s, rescale
+    return e, m, l, moment, max_s, rescale

@@ -80,7 +80,7 @@ class ForwardPlan(HopperPlan):
         tiles = self.tiles_per_head * self.b * self.hq
         self.shares = shares = StreamKShares.of(tiles, blocks, ctas, shape)
         parts = shares.tickets - shares.whole_tiles
-        # Numbers of all parts: a row of acc, then m, l and max_s.
+        # Numbers of all parts: a row of acc, then m, l, max_s and moment.
         self.partials = parts * shape.consumers * ROWS * (sum(shape.dv) + 4)
         # Of a causal mask, the shortest quarter of all tile rows comes after those of all heads.
         shortest_last = self.is_causal() and (shape.consumers > 1 or self.is_long())
@@ -181,10 +181,10 @@ class ForwardPlan(HopperPlan):
 
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        row_max: Tensor | None, max_logit: Tensor | None,
+        row_max: Tensor | None, max_logit: Tensor | None, entropy: Tensor | None,
     ) -> None:  # fmt: skip
-        """Write out and lse; and, where they are not None, row_max and the largest logit of every
-        consumer's part of every work tile."""
+        """Write out and lse; and, where they are not None, row_max, the entropy, and the largest
+        logit of every consumer's part of every work tile."""
         sink = None if call.sink is None else call.sink.contiguous()
         padded = out
         if self.padding_columns:
@@ -194,7 +194,9 @@ class ForwardPlan(HopperPlan):
         )
         tables = self.bias_tables.fill(call_args)
         counter, partials = zeroed_counter(self.device), self.new_partials()
-        operands = q, k, v, padded, lse, row_max, max_logit, sink, counter, partials, *tables
+        operands = (
+            q, k, v, padded, lse, row_max, max_logit, entropy, sink, counter, partials, *tables,
+        )  # fmt: skip
         self.launch_kernel(operands, call_args)
         if padded is not out:
             out.copy_(padded)
@@ -209,12 +211,14 @@ class ForwardPlan(HopperPlan):
         self, operands: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]
     ) -> tuple:
         """Return the arguments of the kernel."""
-        q, k, v, out, lse, row_max, max_logit, sink, counter, partials, *bias_tables = operands
+        (
+            q, k, v, out, lse, row_max, max_logit, entropy, sink, counter, partials, *bias_tables,
+        ) = operands  # fmt: skip
         tables, *_ = self.bias_tables.kernel_args(bias_tables)
         coords, schedule, captured, seed = self.arranged(self.schedules, tensors, floats)
         outputs = (None, None, out) if self.wide else (*self.out(out), None)
         return (
-            *self.q(q), *self.k(k), *self.v(v), *outputs, lse, row_max, max_logit, sink, counter,
-            *self.scheduler_args, partials, *self.sizes, coords, self.dropout_of(seed), schedule,
-            tables, *captured,
+            *self.q(q), *self.k(k), *self.v(v), *outputs, lse, row_max, max_logit, entropy, sink,
+            counter, *self.scheduler_args, partials, *self.sizes, coords, self.dropout_of(seed),
+            schedule, tables, *captured,
         )  # fmt: skip
