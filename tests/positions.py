@@ -39,7 +39,7 @@ def scattered(
             straight_below=max(case.q_len, case.kv_len) * (tile == 128),
         ), **options,
     )  # fmt: skip
-    out, lse, max_logit, _ = autograd.attention(spec, call)
+    out, lse, max_logit, *_ = autograd.attention(spec, call)
     out, lse = (ordered(x, q_pos.argsort(-1)) for x in (out, lse))
     made = {"out": out, "lse": lse, "max_logit": max_logit}
     return {n: x.detach() for n, x in made.items()} | gradients(given, out, lse)
