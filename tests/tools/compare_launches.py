@@ -34,6 +34,7 @@ from headway.backends import triton as portable
 from headway.backends.gpu.runtime import call_plan, launcher
 from headway.backends.gpu.runtime.cuda_launch import Launch
 from headway.backends.hopper import launch_plan as hopper_plan
+from headway.backends.slots import write_slots
 from headway.resolve import prepare
 
 loads: list[bytes] = []
@@ -135,6 +136,14 @@ def over_a_cache(n: int) -> None:
     )
 
 
+def to_slots(n: int) -> None:
+    """The same kind of call whatever the numbers of its tokens and pages, also where float8 is
+    copied as bytes."""
+    k, v = torch.randn(1 + n, 2, 64).bfloat16(), torch.randn(1 + n, 2, 64).to(torch.float8_e5m2)
+    k_cache, v_cache = (torch.zeros(2 + n, 2, 4, 64).to(v.dtype) for _ in range(2))
+    write_slots(k, v, k_cache, v_cache, torch.arange(1 + n), torch.rand(2), None)
+
+
 def kernels() -> list[launcher.KernelLauncher]:
     """Those that are launched directly: the one whose score captures a float is the last."""
     plans = [p for p in call_plan._plans.values() if isinstance(p, call_plan.BasePlan)]
@@ -198,6 +207,7 @@ with ExitStack() as stack:
         for n in range(3):
             single()
             over_a_cache(n)
+            to_slots(n)
             forward(portable, "triton", hw.softcap(20.0 + n), 16)
             if not hopper.wrong_triton():
                 backward(*forward(hopper, "hopper"))
@@ -205,5 +215,5 @@ with ExitStack() as stack:
     assert all(isinstance(d.launch, Launch) for d in found)
     refusals(found[-1].launch)
     threads(found[-1].launch)
-assert compared["infer"] == 2
+assert compared["infer"] == compared["write_kernel"] == 2
 print(compared)
