@@ -401,6 +401,8 @@ GPU_CASES: tuple[Case, ...] = (
          mask=lambda: causal() & sliding_window(4096)),
     *(_decode(*shape) for shape in _CACHES),
     _gpu("decode-grows", (8, 32, 8, 1400, 128), "decode", measure="decode, host"),
+    *(_gpu(f"write-{n}", (1, 8, 8, n, 128), "decode", measure="write")
+      for n in (8, 64, 4096, 65536)),
     _gpu("train", (8, 12, 12, 4096, 128), "train", mask=causal, measure="train"),
 )
 # fmt: on

@@ -1,4 +1,5 @@
-"""Decoding over a cache, on a GPU: one query per row, against the memory that has to be read.
+"""Decoding over a cache, on a GPU: one query per row, against the memory that has to be read, and
+writes of new keys and values to a cache.
 
 Every contestant is captured in a CUDA graph, as serving engines run it, so that kernels are timed
 and Python is not. What is read is the keys and values of every row, once; how fast memory can be
@@ -19,6 +20,7 @@ from torch.nn.attention import flex_attention as flex
 
 from headway.api import attention
 from headway.inference import attention as over_cache
+from headway.inference import write
 from headway.mods import alibi, causal, padding, sliding_window, softcap
 
 from .case import FORWARD, Case, Unavailable
@@ -30,6 +32,7 @@ OURS, COPY = "headway", "copy"
 PAGES = 16, 64
 WINDOW = 4096
 COPIED = 1 << 30  # bytes
+WRITES = 20  # in a graph
 LIMIT = 0.02  # of out, next to the definition in float64, where values are normal numbers
 
 
@@ -95,6 +98,44 @@ def grows(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
     fixed, ours, other = results
     limit = 1.2 * (fixed.median or 0.0)
     return [fixed, ours.asked("<= 1.2 of one length", (ours.median or 0.0) <= limit), other]
+
+
+def writes(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
+    """Time a write of `length` tokens to random slots of pages, where keys lie beside values, next
+    to a copy of as many bytes."""
+    dtype = getattr(torch, case.dtype)
+    cache = torch.empty(case.length // 4 + 64, 2, 16, case.hk, case.d, dtype=dtype, device=device)
+    k_cache, v_cache = cache.transpose(2, 3).unbind(1)
+    k, v = torch.randn(2, case.length, case.hk, case.d, device=device).to(dtype)
+    slots = torch.randperm(16 * len(cache), device=device)[: case.length]
+    source = torch.cat([k, v])
+    target = torch.empty_like(source)
+    calls: dict[str, Callable[[], object]] = {
+        OURS: lambda: write(k, v, k_cache, v_cache, slots), COPY: lambda: target.copy_(source)
+    }  # fmt: skip
+    with torch.inference_mode():
+        graphs = {
+            name: captured(lambda call=call: [call() for _ in range(WRITES)])[0]
+            for name, call in calls.items()
+        }
+    times = compare({name: graph.replay for name, graph in graphs.items()}, repeats, device, tick)
+    of_one = {
+        name: Timing(t.median / WRITES, t.low / WRITES, t.high / WRITES, t.runs)
+        for name, t in times.items()
+    }
+    place = slots // 16, slots % 16
+    is_right = all(
+        torch.equal(stored.transpose(1, 2)[place], new)
+        for stored, new in ((k_cache, k), (v_cache, v))
+    )
+    results = []
+    for name, timing in of_one.items():
+        speed = 2 * source.nbytes / timing.median / 1e12
+        result = Result(case.name, FORWARD, name).timed(timing, "µs")
+        results.append(replace(result, note=f"{speed:.2f} TB/s read and written"))
+    reached = of_one[OURS].median <= 5e-6 or of_one[COPY].takes(0.8, of_one[OURS])
+    ours = results[0].checked([Error("cache", 0.0 if is_right else 1.0, 0.5)])
+    return [ours if ours.verdict else ours.asked("5 µs, or 0.8x a copy", reached), *results[1:]]
 
 
 def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:

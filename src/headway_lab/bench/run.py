@@ -127,5 +127,6 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "first call": first_call.measure,
     "first call, no byte code": partial(first_call.measure, byte_code=False),
     "long": measure_long, "train": train, "decode": decode.decode, "decode, host": decode.grows,
+    "write": decode.writes,
     "block mask": measure_build, "training": training, "ranks": ranks.measure,
 }  # fmt: skip
