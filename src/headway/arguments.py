@@ -5,6 +5,7 @@ Everything here runs at every call, before any work; `torch.compile` traces it.
 
 import math
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it: a tensor by its shape and dtype."""
+    """Return a value as messages show it: a tensor's shape and dtype, a function's name."""
     if isinstance(value, Tensor):
         if value.is_nested:
             return "a nested tensor"
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return repr(value)
+    return value.__qualname__ if isinstance(value, FunctionType) else repr(value)
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
@@ -115,7 +116,7 @@ def scale_of(scale: Any) -> float:
     if isinstance(scale, Tensor):
         raise ArgumentError(
             "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
-            "which lets it learn"
+            "which trains it"
         )
     number = as_real(scale)
     # No math.isfinite: under torch.compile the number may be a symbol.
@@ -402,7 +403,7 @@ def check_offset(mask: causal, q_len: int, kv_len: int) -> None:
     if n > 0 and surely(q_len > 1) and surely(kv_len > 0) and surely(n >= kv_len - 1):
         raise ArgumentError(
             f"mask=causal({n}) masks nothing out: each of {q_len} queries sees all {kv_len} keys, "
-            "since the number shifts the diagonal and is no length; write causal(), or "
+            "since the number shifts the diagonal. It is not a length: write causal(), or "
             "causal(kv_len - q_len) to align the last query with the last key, or mask=None to see "
             "every key"
         )
@@ -438,9 +439,9 @@ def _check_batch_and_heads(mask: BlockMask, rows: int, hq: int) -> None:
     b, h = mask.shape[:2]
     if b not in (1, rows) or h not in (1, hq):
         raise ArgumentError(
-            f"the block mask is for batch {b} and heads {h}, but the call has {(rows, hq)}; each "
-            "must be equal or 1; lists of blocks of key heads are "
-            f"headway.top_k_blocks(..., heads={hq})"
+            f"the block mask is for batch {b} and {h} heads, but the call has batch {rows} and "
+            f"{hq} query heads; build it for these numbers, or for 1 where all rows or heads share "
+            f"it. If it lists blocks of key heads, pass heads={hq} to headway.top_k_blocks"
         )
     mask.check_rows(rows, hq)
 

@@ -88,14 +88,14 @@ class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outputs):
         refuse_second_derivative(
-            "the gradients of a call were differentiated, which create_graph=True allows"
+            "you differentiated the gradients of a call, as create_graph=True allows"
         )
 
 
 def refuse_second_derivative(what: str) -> Never:
     """Raise the error of a second derivative; `what` was differentiated again."""
     raise BackendRefused(
-        f"attention has no second derivative ({what}); where you need one, as for a gradient "
+        f"attention has no second derivative ({what}); if you need one, as for a gradient "
         f"penalty, {MATH}"
     )
 

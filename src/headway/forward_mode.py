@@ -275,10 +275,10 @@ def _along(request: Request, spec: Spec, call: Call, tangents: Any) -> list[Tens
             captured = [tuple(t.shape) for t in call.captured.tensors[: spec.score_tensors]]
             name = repr(key) if isinstance(key, str) else f"a tensor of shape {tuple(key.shape)}"
             raise ArgumentError(
-                f"tangents has {name}, which the call does not read: its keys are 'q', 'k', 'v', "
-                "'sink' (of a call with a sink) and the very tensors that the score captures, here "
-                f"of shapes {captured} (where a value of the library keeps a view of your tensor, "
-                "use torch.func.jvp)"
+                f"tangents has {name}, which the call does not read; its keys are 'q', 'k', 'v', "
+                "'sink' if you pass one, and each tensor that the score captures, here of shapes "
+                f"{captured}. A score of the library may capture a view of your tensor: then use "
+                "torch.func.jvp"
             )
         x = getattr(request, key) if isinstance(key, str) else key
         name = key if isinstance(key, str) else "a captured tensor"

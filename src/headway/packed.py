@@ -373,7 +373,7 @@ def _check_lengths(
     if not (rises and first_fits and offsets[-1] <= tokens and min(counts, default=0) >= 0):
         raise ArgumentError(
             f"{'offsets of ' if longest is None else 'cu_'}{name} must rise from 0 to at most "
-            f"{tokens}, its tokens, got "
+            f"{tokens}, the number of its tokens, got "
             f"{offsets if len(offsets) < 12 else (*offsets[:4], '...', *offsets[-4:])}"
         )
     if longest is not None and max(counts, default=0) > longest:

@@ -118,8 +118,8 @@ def _card(device: str | None) -> Card | None:
         return card_of(device)
     if not torch.cuda.is_available():
         raise ArgumentError(
-            "device=None is PyTorch's current GPU, and PyTorch sees none: name the card to compile "
-            "for, as in device='sm_90'"
+            "device=None means PyTorch's current GPU, but PyTorch sees none; name the GPU to "
+            "compile for, as in device='sm_90'"
         )
     return None
 

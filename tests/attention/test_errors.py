@@ -704,7 +704,7 @@ def test_block_masks_for_other_sizes():
     with _raises(ArgumentError, "(32, 33)", "(33, 33)", "block_mask("):
         hw.attention(*_qkv(), None, hw.block_mask(hw.causal(), 1, 1, 32, 33))
     by_head = lambda b, h, i, j: i >= j + h
-    with _raises(ArgumentError, "heads 2", "(2, 4)", "equal or 1"):
+    with _raises(ArgumentError, "batch 1 and 2 heads", "batch 2 and 4 query heads", "or for 1"):
         hw.attention(*_qkv(), None, hw.block_mask(by_head, 1, 2, 33, 33))
 
 

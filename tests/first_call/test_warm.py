@@ -186,7 +186,7 @@ def test_a_call_that_has_no_kernels_is_refused():
     ):
         hw.warm(wide, device="sm_80")
     if not torch.cuda.is_available():
-        with pytest.raises(ArgumentError, match="name the card"):
+        with pytest.raises(ArgumentError, match="name the GPU"):
             hw.warm(wide)
 
 

@@ -175,8 +175,11 @@ def test_spans_of_batches_and_of_other_keys():
         (lambda: dilated(2, 0), r"dilated\(step=0\)"),
         (lambda: dilated(2, 1.5), r"dilated\(step=1.5\)"),
         (lambda: strided(-1), r"strided\(stride=-1\)"),
-        (lambda: neighborhood((4, 4), 3), r"shape=\(4, 4\) and kernel=\(3,\) .* equally many"),
-        (lambda: neighborhood((2,) * 4, (1,) * 4), "1 to 3 sizes"),
+        (
+            lambda: neighborhood((4, 4), 3),
+            r"shape=\(4, 4\) and kernel=\(3,\) .* one number for each",
+        ),
+        (lambda: neighborhood((2,) * 4, (1,) * 4), "1 to 3 of them"),
         (lambda: neighborhood((4, 0), (1, 1)), r"neighborhood\(shape=0\)"),
         (lambda: neighborhood((4, 4), (5, 1)), r"kernel=\(5, 1\) is larger than shape=\(4, 4\)"),
         (lambda: tiled(causal(), (10, 10), (3, 5)), r"tile=\(3, 5\) must divide shape=\(10, 10\)"),

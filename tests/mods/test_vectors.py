@@ -108,7 +108,7 @@ REFUSED = {
     "too many": (lambda s, *_: s + LONG.float().repeat(2).sum(), "reduces 256 numbers .* with"),
     "sorted": (lambda s, *_: s + LONG.sort()[0][0], "computes sort on a whole captured tensor"),
     "slices": (lambda s, b, h, i, j: s + T[0, :j].sum(), "slices a captured tensor with a value"),
-    "own": (lambda s, b, h, i, j: s + torch.arange(9)[j], "a tensor that it makes itself with a v"),
+    "own": (lambda s, b, h, i, j: s + torch.arange(9)[j], "a tensor that it makes itself; index"),
     "stacked": (lambda s, b, h, i, j: torch.stack([s, s])[j], "the result of stack with a value"),
     "outside": (lambda s, b, h, i, j: s + T[0, 1:3][2], "a dimension of length 2 with 2"),
     "shapes": (lambda s, b, h, i, j: s + (T[0, :3] + T[0, :4]).sum(), "tensors that do not fit"),

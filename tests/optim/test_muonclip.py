@@ -209,6 +209,8 @@ def test_a_closure_and_models_without_attention():
     assert optimizer.step(closure) > optimizer.step(closure)
     with pytest.raises(ArgumentError, match="no attention"):
         MuonClip(model)
+    with pytest.raises(ArgumentError, match=r"not model\.parameters\(\)"):
+        MuonClip(model.parameters())
     with pytest.raises(ArgumentError, match=r"no nn\.Linear"):
         MuonClip(nn.Embedding(2, 2))
     with pytest.raises(ArgumentError, match="make a new one"):

@@ -24,7 +24,7 @@ class Arguments:
 
     They are saved in your cache folder for this model of GPU, and later calls use them. Several
     processes compile all candidates first. Then each one is timed alone, beside the tiles that are
-    used now. The file names the card, the versions and the times: send it to the project, and
+    used now. The file names the GPU, the versions and the times: send it to the project, and
     others with this GPU get your tiles.
     """
 
@@ -35,7 +35,7 @@ class Arguments:
     score: Literal["none", "softcap", "both"] = "both"
     """Tune calls without a score function (causal, and without a mask), with one, or both."""
     length: int = 8192
-    """Number of queries and keys, with 32 heads of 128, or as many numbers in other widths."""
+    """Number of queries and keys. The number of heads is 4,096 / width."""
     seconds: float = 600.0
     """Stop timing candidates after this many seconds, and save the best so far."""
     jobs: int = 8

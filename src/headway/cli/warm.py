@@ -58,7 +58,8 @@ class Arguments:
     kv_heads: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: heads)")] = None
     """Key/value heads."""
     length: int = 4096
-    """Number of queries and keys. Divisors up to 128 count, and whether there are thousands."""
+    """Number of queries and keys. Kernels depend on its divisors up to 128, and on whether there
+    are thousands."""
     width: int = 128
     """Head dimension of q and k."""
     value_width: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: width)")] = None

@@ -421,8 +421,8 @@ def _check_places(cos: Any, sin: Any, idx: Any) -> None:
                           ("cache_batch_idx", idx, 1)):  # fmt: skip
         if x is not None and (not isinstance(x, Tensor) or x.dim() != dims):
             raise CallError(
-                f"{name} must be a tensor of {dims} dimensions, got {shown(x)}. These are "
-                "flash-attn 2's places; name what you pass after v"
+                f"{name} must be a tensor of {dims} dimensions, got {shown(x)}. Positional "
+                "arguments follow flash-attn 2: pass those after v by name"
             )
     if (cos is None) != (sin is None):
         raise CallError("rotary_cos and rotary_sin go together")

@@ -22,19 +22,19 @@ Limits = tuple[int | None, int | None]  # keys left and right of the diagonal; N
 
 # Where the versions differ in what stands in which place, for messages.
 FLASH_2 = (
-    "These are flash-attn 2's places: (..., dropout_p, softmax_scale, causal, window_size, "
-    "softcap, alibi_slopes); flash-attn 3 and 4 have no dropout_p, and (..., softmax_scale, "
-    "causal): name what you pass, as in flash_attn_func(q, k, v, softmax_scale=0.25, causal=True), "
-    "or import from headway.compat.flash3 or flash4"
+    "Positional arguments follow flash-attn 2: (..., dropout_p, softmax_scale, causal, "
+    "window_size, softcap, alibi_slopes). flash-attn 3 and 4 have no dropout_p: pass arguments by "
+    "name, as in flash_attn_func(q, k, v, softmax_scale=0.25, causal=True), or import from "
+    "headway.compat.flash3 or flash4"
 )
 FLASH_3 = (
-    "These are flash-attn 3's places: (..., softmax_scale, causal, qv, q_descale, k_descale, "
-    "v_descale, window_size, attention_chunk, softcap): name what you pass, or import from "
-    "headway.compat.flash or flash4"
+    "Positional arguments follow flash-attn 3: (..., softmax_scale, causal, qv, q_descale, "
+    "k_descale, v_descale, window_size, attention_chunk, softcap). Pass arguments by name, or "
+    "import from headway.compat.flash or flash4"
 )
 FLASH_4 = (
-    "These are FlashAttention-4's places: (..., softmax_scale, causal, window_size, "
-    "learnable_sink, softcap), with qv and gather_kv_indices after v: name what you pass, or "
+    "Positional arguments follow FlashAttention-4: (..., softmax_scale, causal, window_size, "
+    "learnable_sink, softcap), with qv and gather_kv_indices after v. Pass arguments by name, or "
     "import from headway.compat.flash or flash3"
 )
 

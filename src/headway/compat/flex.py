@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..api import block_mask as _block_mask
-from ..arguments import flag_of
+from ..arguments import flag_of, shown
 from ..errors import ArgumentError, ModError
 from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
@@ -180,7 +180,7 @@ def create_block_mask(
     if _positional(mask_mod) != 4:
         raise CallAssertionError(
             "create_block_mask needs a mask of four arguments (b, h, q_idx, kv_idx), got "
-            f"{mask_mod}"
+            f"{shown(mask_mod)}"
         )
     if compute_dq_write_order:
         raise ArgumentError(

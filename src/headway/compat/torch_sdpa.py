@@ -253,8 +253,7 @@ def _aligned(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
     sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
     if any(n not in (1, size) for n, size in sizes) or any(n != 1 for n in mask.shape[:extra]):
         raise CallError(
-            f"attn_mask {tuple(mask.shape)} does not broadcast to {scores}, the dimensions before "
-            "the lengths of query and key"
+            f"attn_mask {tuple(mask.shape)} does not broadcast to {scores}, the shape of the scores"
         )
     if mask.dim() <= 4 and len(scores) <= 4:
         return mask

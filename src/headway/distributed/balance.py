@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arguments import check_function
 from ..blocks import BlockMask, Runs, cached_build
 from ..blocks.runs import cover
 from ..errors import ArgumentError
@@ -279,6 +280,7 @@ def _tiles_of(mask: Any, sizes: tuple[int, int, int, int], tile: int) -> list[Ru
         rows = torch.arange(-(-length // tile), device="cpu", dtype=torch.int32)
         offsets = torch.arange(len(rows) + 1, device="cpu", dtype=torch.int32)
         return [Runs(offsets, torch.zeros_like(rows), torch.full_like(rows, len(rows)))]
+    check_function("mask", mask, sizes)
     graph, captured = lower_mod("mask", mask, torch.float32)
     device = captured.tensors[0].device if captured.tensors else torch.device("cpu")
     tiles, _, _ = cached_build(graph, captured, sizes, (tile, tile), device)

@@ -59,9 +59,9 @@ class Layouts(NamedTuple):
             and (pair[1] is None or isinstance(pair[1], Layout))
         ):
             raise ArgumentError(
-                f"layout is of type {type(layout).__name__}; pass a headway.distributed.Layout, or "
-                "two, (of the queries, of the keys), of which the second is None where every rank "
-                "has all keys"
+                f"layout is of type {type(layout).__name__}; pass a layout, as from headway."
+                "distributed.Layout.zigzag(length, group), or a pair (layout of the queries, "
+                "layout of the keys). The second is None if every rank has all keys"
             )
         q, kv = pair
         if kv is None:

@@ -447,7 +447,8 @@ class PagedCache(_Cache):
             if total > self.max_pages:
                 raise CacheFull(
                     f"row {row} would have {length + count} keys, more than max_pages="
-                    f"{self.max_pages} pages of {self.page} hold"
+                    f"{self.max_pages} pages of {self.page} hold; create the cache with more pages "
+                    "per row, or truncate or free the row"
                 )
             new_pages[row] = total - len(row_pages)
             shared_page = row_pages[length // self.page] if count and length % self.page else None

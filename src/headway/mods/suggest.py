@@ -80,8 +80,8 @@ def _tensor_remedy(kind: str, argument: Any, sizes: CallSizes | None, write: str
     if not layouts:
         target = "(b, h, q_len, kv_len)" + (f" = {sizes}" if sizes else "")
         return (
-            f"{start}, which does not broadcast to {target}; headway.dense(m) is made of a bool "
-            "tensor that does, headway.bias(m) of a float one"
+            f"{start}, which does not broadcast to {target}; headway.dense(m) makes a mask of a "
+            "bool tensor that does, headway.bias(m) a score of a float tensor"
         )
     ways = []
     for n, (axes, index) in enumerate(layouts):

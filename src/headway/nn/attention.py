@@ -86,7 +86,10 @@ class Attention(ScaledAttention):
         out_bias, qk_norm = flag_of("out_bias", out_bias), flag_of("qk_norm", qk_norm)
         check_rotary(rotary)
         if rotary is not None and rotary.width > head_width:
-            raise ArgumentError(f"{rotary} turns more channels than a head has, {head_width}")
+            raise ArgumentError(
+                f"rotary rotates {rotary.width} channels, but a head has {head_width}; pass "
+                f"Rotary({head_width - head_width % 2}) or less"
+            )
         scale = 1 / math.sqrt(head_width) if scale is None else scale
         super().__init__(width, heads, scale, scaling, sink, dropout, backend, init, device, dtype)
         self.kv_heads, self.head_width, self.rotary = kv_heads, head_width, rotary

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..arguments import flag_of
 from ..errors import ArgumentError
-from ..stability.adapters import Adapter, Projection, find_layers, matrices
+from ..stability.adapters import Adapter, Projection, check_model, find_layers, matrices
 from ..stability.logit_stats import Group
 from ..stability.qk_clip import Clipped, GQARule, Masters, QKClip
 from ..stability.rows import local_part
@@ -179,6 +179,7 @@ def parameter_groups(
 
     A weight shared with an embedding (a tied head) is AdamW's. Frozen parameters are nobody's.
     """
+    check_model(model)
     modules = dict(model.named_modules())
     for part in adamw or ():
         if not any(_inside(name, (part,)) for name in modules):

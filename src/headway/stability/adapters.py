@@ -102,6 +102,15 @@ def _mla(module: Any, heads: int, nope: int, rope: int, value: int) -> Layout:
     return Layout(heads, heads, (Projection(query, q), Projection(module.kv_b_proj, kv)))
 
 
+def check_model(model: object) -> None:
+    """Refuse anything but a module, such as its parameters."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself, "
+            "not model.parameters()"
+        )
+
+
 def find_layers(
     model: nn.Module, adapters: dict[type, Adapter | None] | None = None
 ) -> list[AttentionLayer]:
@@ -112,6 +121,7 @@ def find_layers(
     `adapters={SomeAttention: None}` leaves a class out on purpose.
     """
     layers = []
+    check_model(model)
     for path, module in model.named_modules():
         adapter = _adapter(module, adapters or {})
         if adapter is None:

@@ -42,7 +42,8 @@ def logit_stats(model: nn.Module, group: Group = None) -> dict[str, Tensor]:
     }
     if not records:
         raise ArgumentError(
-            f"{type(model).__name__} records no max logits: it has no headway.nn attention"
+            f"{type(model).__name__} records no largest logits: it has no attention of headway.nn. "
+            "Use one, or headway.stability.monitor, which measures any module that calls Headway"
         )
     packed, sizes = pack(list(records.values()), process_group)
     # "blocks.0.attention.max_logit" is the record of "blocks.0.attention".

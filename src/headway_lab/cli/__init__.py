@@ -5,7 +5,7 @@ Each is a module here with a function `main(arguments) -> exit status`, imported
 
 # A line for `headway --help`. pyproject.toml names this table in the group "headway.commands".
 COMMANDS = {
-    "train": "train a small language model on text that every Python brings",
+    "train": "train a small language model on the source code of your Python",
     "sample": "generate text with a trained model",
     "bench": "time forward and backward beside other libraries",
     "experiment": "run experiments on stable training that check their claims: scaling, qk-clip",

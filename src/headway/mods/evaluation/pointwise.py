@@ -78,8 +78,8 @@ class Gathers:
                 example = int(index.expand_as(violations)[violations][0])
                 raise CapturedIndexError(
                     f"a score or mask reads index {example} of dimension {dim} of a captured "
-                    f"tensor of shape {shape}, at a pair that is kept; make the tensor cover every "
-                    f"position, or clamp the index\n    {line}",
+                    f"tensor of shape {shape}, at a pair that is not masked out; make the tensor "
+                    f"cover every position, or clamp the index\n    {line}",
                     line,
                 )
 

@@ -23,7 +23,8 @@ def grid_sizes(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...]
     )
     if not 1 <= len(shape) <= 3 or len(size) != len(shape):
         raise ArgumentError(
-            f"{mask}: {shape_name}={shape} and {name}={size} must be 1 to 3 sizes, equally many"
+            f"{mask}: {shape_name}={shape} and {name}={size} must have one number for each "
+            "dimension, 1 to 3 of them"
         )
     return (
         tuple([checked_int(mask, shape_name, number, minimum=1) for number in shape]),
@@ -80,7 +81,8 @@ def check_ids_tensor(
     """Refuse anything but a tensor of integers with so many dimensions."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(
-            f"{mask}({name}={type(tensor).__name__}): {name} must be an int tensor {shape}"
+            f"{mask}({name}={type(tensor).__name__}): convert {name} with torch.tensor(...); it "
+            f"must be an int tensor {shape}"
         )
     if tensor.dim() not in dims or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
         raise ArgumentError(

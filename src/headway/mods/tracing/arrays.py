@@ -105,7 +105,7 @@ def constants(tensor: Tensor) -> Array:
 
     def at(index: Index) -> Arg:
         if any(isinstance(i, str) for i in index):
-            raise IndexRefused("indexes a tensor that it makes itself with a value")
+            raise IndexRefused("indexes a tensor that it makes itself")
         place = numbers
         for i in index:
             place = place[i]

@@ -445,7 +445,7 @@ class Tracer(TorchDispatchMode):
 
     def _refuse_random(self, func) -> None:
         self.refuse(
-            f"calls {full_name(func)}, which would be drawn once and kept",
+            f"calls {full_name(func)}, which would be drawn once, not at every call",
             "draw outside the function and capture the tensor",
         )
 
