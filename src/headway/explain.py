@@ -122,9 +122,9 @@ def explain(
     """Return the backend that `attention` would run, the reasons against the others, the mask's
     live tiles, and the code of score and mask.
 
-    Pass the arguments of `attention` or `attention_with_stats`: wrong ones raise the same errors. A
-    call that no backend can run is explained, not raised. Nested tensors are explained as one
-    packed row. A layout is explained without communication, so it needs no mesh.
+    Pass the same arguments as to `attention` or `attention_with_stats`: wrong ones raise the same
+    errors. A call that no backend can run is explained, not raised. Nested tensors are explained
+    as one packed row. A layout is explained without communication, so it needs no mesh.
     """
     if unknown:
         raise unknown_keywords(explain, unknown)
