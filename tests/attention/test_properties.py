@@ -145,7 +145,7 @@ def check(shape, mask, chain, sink, p, scale):
             q, k, v, _chain(chain, tensors) if chain else None, mask and mask[0], scale=scale,
             sink=leaves[-1] if sink else None, dropout=p, seed=7, backend=backend,
         )  # fmt: skip
-        for got, exact in zip(made, right, strict=True):
+        for got, exact in zip(made, right[:3], strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
         for got, exact in zip(_grads(made[:2], leaves, sent), expected, strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)

@@ -63,6 +63,7 @@ class Problem:
 
 
 def compare(found, right):
+    right = [x for x in right if x is not None]  # what nobody asked for
     for made, expected in zip(found, right, strict=True):
         torch.testing.assert_close(made.double(), expected.double(), rtol=1e-4, atol=1e-5)
 
