@@ -321,7 +321,8 @@ def needs_operators(*tensors: Tensor | None) -> bool:
 def _observed(*tensors: Tensor | None) -> bool:
     """Return `needs_operators` for calls outside of compilers."""
     return (
-        _observed_by_modes()
+        operators_are_changed()
+        or _profiled()
         or tensors[0].is_meta  # type: ignore[union-attr]
         or not are_plain(*tensors)
     )
@@ -330,7 +331,7 @@ def _observed(*tensors: Tensor | None) -> bool:
 def _call_observed(call: Call) -> bool:
     """Return `_observed` of a call. A call with a signature has plain tensors."""
     if call.signature is not None and (call.seed is None or type(call.seed) is Tensor):
-        return _observed_by_modes()
+        return operators_are_changed() or _profiled()
     tiles = () if call.tiles is None else call.tiles.flatten()
     return _observed(*_inputs(call), call.coords.q_pos, call.coords.kv_pos, *tiles)
 
@@ -338,11 +339,6 @@ def _call_observed(call: Call) -> bool:
 def _inputs(call: Call) -> list[Tensor | None]:
     """Return the tensors of a call less its positions and tiles."""
     return [call.q, call.k, call.v, call.sink, call.seed, *call.captured.tensors]
-
-
-def _observed_by_modes() -> bool:
-    """Return `_observed` for plain tensors."""
-    return operators_are_changed() or _profiled()
 
 
 def _without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:
@@ -473,7 +469,9 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
         pair, spec.text, out_dtype, spec.entropy, spec.score_tensors, len(captured), ints, floats,
         offsets,
     )  # fmt: skip
-    if not trained:
+    # The operator has a gradient of its own in an exported program, where torch.export would drop
+    # that of an autograd Function.
+    if not trained or (pair is ON_ONE_DEVICE and torch.compiler.is_exporting()):
         out, *stats = runner.forward(*inputs)
         return Forward(in_dtype(in_order_of(q, out), out_dtype), *stats[:4])
     if compiling:
@@ -522,7 +520,7 @@ def cpu_native(
 ) -> Tensor | None:  # fmt: skip
     """Return `attention_out` of a call on the CPU that is causal or has no mask, without score,
     sink and dropout, by PyTorch's own operator; None where `cpu.plain` refuses it."""
-    if _compiler_needs_operators() if compiling else _observed_by_modes():
+    if _compiler_needs_operators() if compiling else operators_are_changed() or _profiled():
         return None
     out = cpu.plain(q, k, v, causal, scale, None if compiling else _refuse_second_derivative)
     if not compiling and out is not None and out.requires_grad:
@@ -536,7 +534,7 @@ def cpu_native_step(
     """Return `cpu_native` of one query per row, outside of compilers and without gradients, with
     `bias` `(b, 1, 1, kv_len)` of 0 and -inf added to the scores; None also for shapes that do not
     fit together."""
-    if _observed_by_modes() or not type(q) is type(k) is type(v) is Tensor:
+    if operators_are_changed() or _profiled() or not type(q) is type(k) is type(v) is Tensor:
         return None
     (b, hq, q_len, d), kv = q.shape, k.shape
     if not (kv == v.shape and kv[0] == b and kv[3] == d and q_len == 1 and hq % (kv[1] or 1) == 0):

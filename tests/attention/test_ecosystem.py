@@ -319,6 +319,31 @@ def test_export(qkv):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_takes_a_closure_over_a_parameter(strict):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.randn(2, 31))
+
+        def forward(self, q):
+            bias = self.bias
+            return hw.attention(q, q, q, lambda s, b, h, i, j: s + bias[h, i - j + 15])
+
+    layer, q = Layer(), torch.randn(1, 2, 16, 8)
+    program = torch.export.export(layer, (q,), strict=strict).module()
+    with torch.no_grad():
+        for parameter in (layer.bias, program.bias):
+            parameter.copy_(torch.arange(62.0).view(2, 31) / 10)
+    out, expected = program(2 * q), layer(2 * q)
+    torch.testing.assert_close(out, expected)
+    grads = [
+        torch.autograd.grad(y.square().sum(), x)
+        for y, x in ((out, program.bias), (expected, layer.bias))
+    ]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_takes_a_method_and_a_learned_bias(strict):
     """With strict=False no part of Dynamo is at work."""
 

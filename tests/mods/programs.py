@@ -31,6 +31,12 @@ def put_in(holder, name, value):
 """
 
 
+def asserts(value, i, j):
+    """Return the value. (pytest rewrites assertions of the files that have tests.)"""
+    assert i > j, "of a symbol"
+    return value
+
+
 @dataclass(frozen=True)
 class Change:
     what: str  # the form or host, and how: what failures are counted by

@@ -1,8 +1,10 @@
 """What a function can see: found, traced again when it changes, never stale."""
 
 import functools
+import gc
 import math
 import types
+import weakref
 
 import pytest
 import torch
@@ -314,3 +316,24 @@ def test_numbers_of_library_values_are_run_time_arguments(traces):
         if n == 1:
             first = len(traces)
     assert len(traces) == first
+
+
+def test_what_a_collection_finalizes_is_not_part_of_a_function(traces):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+            weakref.finalize(self, finalized.append, 1)
+
+    def score(s, b, h, i, j):
+        return s + 0.5 * j
+
+    finalized, before = [], gc.get_threshold()
+    for _ in range(3):
+        Cycle()
+        gc.set_threshold(1)
+        try:
+            _expect(score, 0.5 * J)
+        finally:
+            gc.set_threshold(*before)
+    assert finalized
+    assert len(traces) == 1

@@ -17,6 +17,8 @@ import headway as hw
 from headway.compat import flex
 from headway.errors import ArgumentError, ModError
 
+from .programs import asserts
+
 L, H, D = 12, 2, 8
 _draw = torch.Generator().manual_seed(0)
 
@@ -235,6 +237,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], type, str]] = {
                  "the score function makes a Python decision on the value of a symbol"),
     "an and": (lambda x: lambda s, b, h, i, j: (i > j and j) * s * x.shape[2], ModError,
                "the score function makes a Python decision on the value of a symbol"),
+    "an assertion": (lambda x: lambda s, b, h, i, j: asserts(s, i, j) * x.shape[2], ModError,
+                     "the score function makes a Python decision on the value of a symbol"),
+    "an assertion of PyTorch's": (
+        lambda x: lambda s, b, h, i, j: s * x.shape[2] if torch._assert(i > j, "") is None else s,
+        ModError, "the score function makes a Python decision on the value of a symbol"),
     "other arguments": (lambda x: lambda s, i, j: s * x.shape[2], ModError,
                         "the score function takes other arguments; a score takes (score, b, h"),
     "print": (lambda x: functools.partial(_prints), ModError, "the score function reads print"),

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 _numbers = itertools.count()
+_PRELUDE = "import abc, gc, numbers\nimport numpy as np\nUNDO = []"
 
 
 class Kind(NamedTuple):
@@ -95,6 +96,50 @@ KINDS = {
     "a default": Kind("def f$(x=3):\n    return x", "f$()", "f$.__defaults__ = (8,)"),
     "which object": Kind("z$ = object()\ny$ = z$", "(3 if z$ is y$ else 8)", "y$ = object()"),
     "the surroundings": Kind("os.environ.pop('HW$', None)", "int(os.environ.get('HW$', '3'))", "os.environ['HW$'] = '8'"),
+    "a virtual subclass": Kind("class A$(abc.ABC):\n    pass\nclass C$:\n    pass\nx$ = C$()", "(8 if isinstance(x$, A$) else 3)", "A$.register(C$)"),
+    "a virtual subclass below": Kind("class A$(abc.ABC):\n    pass\nclass B$(A$):\n    pass\nclass C$:\n    pass", "(8 if issubclass(C$, A$) else 3)",
+                                     "B$.register(C$)"),
+    "of an object's class": Kind("class A$(abc.ABC):\n    pass\nclass C$:\n    pass\ny$ = A$()\nx$ = C$()", "(8 if isinstance(x$, type(y$)) else 3)",
+                                 "A$.register(C$)"),
+    "a number": Kind("class C$:\n    pass\nx$ = C$()", "(8 if isinstance(x$, numbers.Real) else 3)", "numbers.Real.register(C$)"),
+    "a structure": _class("pass", "C$.__len__ = lambda self: 1", "(8 if isinstance(x$, collections.abc.Sized) else 3)"),
+    "a protocol": Kind("@typing.runtime_checkable\nclass P$(typing.Protocol):\n    w: int\nclass C$:\n    pass\nx$ = C$()",
+                       "(8 if isinstance(x$, P$) else 3)", "x$.w = 1"),
+    "a protocol of methods": Kind("@typing.runtime_checkable\nclass P$(typing.Protocol):\n    def get(self):\n        ...\nclass C$:\n    pass\nx$ = C$()",
+                                  "(8 if isinstance(x$, P$) else 3)", "C$.get = lambda self: 1"),
+    "a check of instances": Kind("class M$(type):\n    def __instancecheck__(cls, x):\n        return cls.w > 5\nclass A$(metaclass=M$):\n    w = 3\nx$ = 1",
+                                 "(8 if isinstance(x$, A$) else 3)", "A$.w = 8"),
+    "another check of instances": Kind("class M$(type):\n    pass\nclass A$(metaclass=M$):\n    pass\nx$ = 1",
+                                       "(8 if isinstance(x$, A$) else 3)", "M$.__instancecheck__ = lambda cls, x: True"),
+    "a hook of subclasses": Kind("class A$(abc.ABC):\n    pass\nx$ = 1", "(8 if isinstance(x$, A$) else 3)",
+                                 "A$.__subclasshook__ = classmethod(lambda cls, c: True); abc.ABCMeta.register(A$, bytes)"),
+    "a bases' list": Kind("class A$:\n    pass\nclass B$:\n    pass\nclass C$(B$):\n    pass\nx$ = C$()", "(8 if isinstance(x$, A$) else 3)",
+                          "C$.__bases__ = (A$,)"),
+    "another class": Kind("class A$:\n    w = 3\nclass B$:\n    w = 8\nx$ = A$()", "x$.w", "x$.__class__ = B$"),
+    "single dispatch": Kind("@functools.singledispatch\ndef f$(x):\n    return 3\nclass C$:\n    pass\nx$ = C$()", "f$(x$)", "f$.register(C$, lambda x: 8)"),
+    "a cache": Kind("z$ = [3]\n@functools.cache\ndef f$():\n    return z$[0]", "f$()", "z$[0] = 8; f$.cache_clear()"),
+    "a context": Kind("z$ = contextvars.ContextVar('z', default=3)", "z$.get()", "z$.set(8)"),
+    "a weak reference": Kind("class C$:\n    w = 3\nx$ = C$()\nr$ = weakref.ref(x$)", "(3 if r$() is not None else 8)", "del x$"),
+    "a collector": Kind("gc.enable()", "(3 if gc.isenabled() else 8)", "gc.disable(); UNDO.append(gc.enable)"),
+    "a slot": Kind("class C$:\n    __slots__ = ('w',)\nx$ = C$()\nx$.w = 3", "x$.w", "x$.w = 8"),
+    "a __getattr__": Kind("z$ = {'w': 3}\nclass C$:\n    def __getattr__(self, name):\n        return z$[name]\nx$ = C$()", "x$.w", "z$['w'] = 8"),
+    "a dataclass": Kind("@dataclasses.dataclass\nclass C$:\n    w: int\nx$ = C$(3)", "x$.w", "x$ = dataclasses.replace(x$, w=8)"),
+    "a frozen dataclass": Kind("@dataclasses.dataclass(frozen=True, slots=True)\nclass C$:\n    w: int\nx$ = C$(3)", "x$.w", "x$ = C$(8)"),
+    "a cached property": Kind("class C$:\n    n = 3\n    @functools.cached_property\n    def w(self):\n        return self.n\nx$ = C$()", "x$.w",
+                              "x$.n = 8; x$.__dict__.pop('w', None)"),
+    "a map of modules": Kind("x$ = nn.ModuleDict({'a': nn.Identity()})", "(3 if 'b' not in x$ else 8)", "x$['b'] = nn.Identity()"),
+    "a mode of a module": Kind("x$ = nn.Identity()", "(3 if x$.training else 8)", "x$.eval()"),
+    "a number of NumPy's": Kind("z$ = np.int64(3)", "int(z$)", "z$ = np.int64(8)"),
+    "an array": Kind("z$ = np.array([3])", "int(z$[0])", "z$[0] = 8"),
+    "a dtype": Kind("torch.set_default_dtype(torch.float32)", "(3 if torch.tensor(1.0).dtype == torch.float32 else 8)",
+                    "torch.set_default_dtype(torch.float64); UNDO.append(lambda: torch.set_default_dtype(torch.float32))"),
+    "a limit": Kind("sys.setrecursionlimit(3000)", "(3 if sys.getrecursionlimit() == 3000 else 8)", "sys.setrecursionlimit(4000); UNDO.append(lambda: sys.setrecursionlimit(1000))"),
+    "threads": Kind("torch.set_num_threads(1)", "(3 if torch.get_num_threads() == 1 else 8)", "torch.set_num_threads(2); UNDO.append(lambda: torch.set_num_threads(1))"),
+    "determinism": Kind("torch.use_deterministic_algorithms(False)", "(8 if torch.are_deterministic_algorithms_enabled() else 3)",
+                        "torch.use_deterministic_algorithms(True); UNDO.append(lambda: torch.use_deterministic_algorithms(False))"),
+    "a super's": Kind("class B$:\n    def get(self):\n        return 3\nclass C$(B$):\n    def get(self):\n        return super().get()\nx$ = C$()",
+                      "x$.get()", "B$.get = lambda self: 8"),
+    "what a class makes": Kind("class C$:\n    pass", "(C$().w if hasattr(C$, 'w') else 3)", "C$.w = 8"),
     "a global": Kind("w$ = 3", "w$", "w$ = 8"),
     "a list": Kind("w$ = [3]", "w$[0]", "w$[0] = 8"),
     "an attribute": Kind("w$ = types.SimpleNamespace(w=3)", "w$.w", "w$.w = 8"),
@@ -132,13 +177,26 @@ def program(seed: int) -> Program:
     ]
     uses = ["(i - j).abs() < {}", "(i + j) % ({} + 1) != 0"]
     body = " & ".join(f"({u.format(k.read)})" for u, k in zip(uses, kinds, strict=False))
+    changes = draw.sample([k.change for k in kinds], len(kinds))
+    return _program(host, names, kinds, body, changes)
+
+
+def _program(
+    host: str, names: list[str], kinds: list[Kind], body: str, changes: list[str]
+) -> Program:
     definitions, mask = (text.replace("$b", body) for text in HOSTS[host])
-    source = "\n".join([PRELUDE, *[k.setup for k in kinds], definitions])
-    return Program(host, names, source, mask, draw.sample([k.change for k in kinds], len(kinds)))
+    source = "\n".join([PRELUDE, _PRELUDE, *[k.setup for k in kinds], definitions])
+    return Program(host, names, source, mask, changes)
 
 
-def run(p: Program, backend: str = "eager", fullgraph: bool = False) -> str | None:
-    """Call, change, call again; return what is wrong, if anything."""
+def program_of(name: str, host: str) -> Program:
+    """Return the program of one kind in a host."""
+    kind = Kind(*[text.replace("$", "0") for text in KINDS[name]])
+    return _program(host, [name], [kind], f"(i - j).abs() < {kind.read}", [kind.change])
+
+
+def run(p: Program, backend: str | None = "eager", fullgraph: bool = False) -> str | None:
+    """Call, change, call again; return what is wrong, if anything. Backend None: not compiled."""
     # (Dynamo finds modules by their names, and keeps them.)
     module = types.ModuleType(f"program_of_changes_{next(_numbers)}")
     space, x = module.__dict__, given(0)
@@ -155,7 +213,9 @@ def run(p: Program, backend: str = "eager", fullgraph: bool = False) -> str | No
                 f"def {name}(q, k, v):\n    m = {p.mask}\n    return {call}", space, f"<{name}>"
             )
         torch.compiler.reset()
-        step = torch.compile(space["step"], backend=backend, fullgraph=fullgraph)
+        step = space["step"]
+        if backend is not None:
+            step = torch.compile(step, backend=backend, fullgraph=fullgraph)
         for n, change in enumerate(["", *p.changes]):
             _execute(change, space, "<change>")
             right = space["dense"](q, k, v)
@@ -170,12 +230,34 @@ def run(p: Program, backend: str = "eager", fullgraph: bool = False) -> str | No
                 return f"off by {off:.3g} after {n} changes: {p}"
     finally:
         del sys.modules[module.__name__]
+        for undo in space.get("UNDO", ()):
+            undo()
     return None
 
 
 @pytest.mark.parametrize("quarter", range(4))
 def test_changes_are_seen(quarter):
     wrong = [run(program(seed)) for seed in range(6 * quarter, 6 * quarter + 6)]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+@pytest.mark.parametrize("host", ["made inside", "made outside", "a module's"])
+def test_changes_are_seen_without_a_compiler(host):
+    wrong = [run(program_of(name, host), backend=None) for name in KINDS]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+# Dynamo asks once what an object is an instance of, and keeps the answer.
+CHECKS = [
+    name
+    for name, kind in KINDS.items()
+    if "isinstance(x$" in kind.read or "issubclass" in kind.read
+]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_changes_of_what_is_an_instance(fullgraph):
+    wrong = [run(program_of(name, "made inside"), fullgraph=fullgraph) for name in CHECKS]
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 

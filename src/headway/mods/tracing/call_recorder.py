@@ -8,6 +8,7 @@ its arguments. Python's profiling events show both.
 import gc
 import os
 import sys
+import threading
 import types
 from functools import lru_cache
 from typing import Any
@@ -54,6 +55,7 @@ class CallRecorder:
         self.made: dict[int, torch.nn.Module] = {}
         self.hooked_module: str | None = None
         self.profiler_active = False
+        self.thread, self.collecting = threading.get_ident(), False
 
     def __enter__(self) -> "CallRecorder":
         self.outer_frame = sys._getframe(1)
@@ -63,19 +65,25 @@ class CallRecorder:
             self.other_profiler, types.NoneType | types.FunctionType | types.MethodType
         )
         if not self.profiler_active:
-            self.gc_enabled = gc.isenabled()
-            gc.disable()  # a collection runs finalizers, which are not part of the function
+            gc.callbacks.append(self._collection)
             sys.setprofile(self._event)
         return self
 
     def __exit__(self, *error: object) -> None:
         if not self.profiler_active:
             sys.setprofile(self.other_profiler)
-            if self.gc_enabled:
-                gc.enable()
+            gc.callbacks.remove(self._collection)
         del self.outer_frame
 
+    def _collection(self, phase: str, _: dict) -> None:
+        """Note that a garbage collection begins or ends in this thread. What it finalizes is no part
+        of the function. (Switching collections off would change what a function can ask.)"""
+        if threading.get_ident() == self.thread:
+            self.collecting = phase == "start"
+
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if self.collecting:
+            return
         if event == "call":
             code = frame.f_code
             if code is _APPLY_CODE:

@@ -20,6 +20,7 @@ Measured: the walk takes 2.6 µs a call for a closure; it saves a retrace of 0.2
 import abc
 import enum
 import functools
+import sys
 import types
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -41,7 +42,9 @@ from .purity import (
     BY_VALUE,
     CONTAINERS,
     GUARDED_TYPES,
+    abc_token,
     builtin_base,
+    defines_checks,
     display_name,
     has_dynamic_attributes,
     is_constant_class,
@@ -87,6 +90,8 @@ class ReadWalker:
         self.numbers: dict[int, tuple[int, Any]] = {}
         self.attribute_names: dict[str, None] = {}  # in the order of their discovery
         self.deferred: list[DeferredLookup] = []
+        self.checks_classes = False  # calls isinstance or issubclass
+        self.unproven_check: str | None = None
 
     def finish(self) -> None:
         """Look up every attribute name in every deferred object, until neither grows."""
@@ -99,6 +104,8 @@ class ReadWalker:
                     lookup.names_done += 1
                     self.lookup_attribute(lookup, name)
                     progress = True
+        if self.checks_classes and self.unproven_check is not None:
+            self.mark_opaque(self.unproven_check)
         if _has_any_global_hook():
             self.mark_opaque("may call a module, and global hooks of modules are registered")
 
@@ -164,7 +171,7 @@ class ReadWalker:
         )
         if self.guarding:
             self.guard(path, "exists")
-        if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not _is_fake(kind):
             self.mark_opaque(f"reads {self.label}, a {kind.__name__}, which may be anything")
         elif tensor.__dict__:
             self.defer_attributes(tensor, path, ancestors)
@@ -183,6 +190,7 @@ class ReadWalker:
                 self.defer_attributes(value, path, ancestors)
         elif issubclass(kind, type):
             key.append(value)
+            self.follow_checks(value)
             self.guard(path, "exists")
             if not is_known_class(value) or not is_known_class(kind):
                 self.mark_opaque(f"reads {self.label}, the class {value.__name__} written in C")
@@ -233,6 +241,7 @@ class ReadWalker:
     def follow_builtin(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         """Follow a function written in C to the object that it is bound to, which it reads."""
         self.guard(path, "exists")
+        self.checks_classes |= value in (isinstance, issubclass)
         if not is_pure_builtin(value):
             self.mark_opaque(f"reads {self.label}, the built-in {display_name(value)}")
         owner = getattr(value, "__self__", None)
@@ -321,6 +330,13 @@ class ReadWalker:
         """Add a class and all names in it: Python asks for `__bool__` or `__get__` by itself."""
         names = [tuple(cls.__dict__) for cls in kind.__mro__ if not is_constant_class(cls)]
         self.reads.key += kind, *names
+        self.follow_checks(kind)
+
+    def follow_checks(self, cls: type) -> None:
+        """Add what `isinstance` and `issubclass` of a class depend on."""
+        self.reads.key += cls.__mro__, abc_token(cls)
+        if type(cls) not in _METACLASSES and not is_constant_class(cls) and defines_checks(cls):
+            self.unproven_check = f"asks isinstance of {cls.__name__}, whose metaclass defines it"
 
     def follow_torch_module(self, value: torch.nn.Module, path: Path, ancestors: tuple) -> None:
         """Follow a module of torch's to all that it has, which its code may read."""
@@ -407,6 +423,7 @@ class ReadWalker:
                 self.follow(fn.__globals__[name], (*path, ("global", name)), ancestors)
                 continue
             builtin = fn.__builtins__.get(name)  # None: reading it raises NameError
+            self.checks_classes |= builtin in (isinstance, issubclass)
             key.append(("builtin", builtin))
             self.guard(path, "builtin", name)
             if builtin is callable or type(builtin) in BY_VALUE:
@@ -486,6 +503,13 @@ class ReadWalker:
         """Follow an attribute's value; `class_index` is "" where it is the object's own."""
         self.reads.key.append((lookup.number, name, class_index))
         self.follow(value, (*lookup.path, *steps), lookup.ancestors)
+
+
+def _is_fake(kind: type) -> bool:
+    """Return whether a tensor's type is that of tensors without data, which `torch.export` puts in
+    the place of parameters."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and kind is fakes.FakeTensor
 
 
 _MODULE_ATTRIBUTES = torch.nn.Module().__dict__

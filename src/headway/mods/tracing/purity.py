@@ -4,6 +4,7 @@ Constant: a module or class whose attributes do not change between calls. Pure: 
 reads nothing but its arguments. The walk over a function's reads stops at both.
 """
 
+import abc
 import enum
 import functools
 import operator
@@ -161,6 +162,18 @@ def has_dynamic_attributes(kind: type) -> bool:
         if "__getattr__" in cls.__dict__ or "__getattribute__" in cls.__dict__:
             return True
     return False
+
+
+def abc_token(cls: type) -> object:
+    """Return what changes when any abstract base class gets a virtual subclass: `isinstance` of an
+    abstract class, or of what derives from one, depends on it. None for other classes."""
+    return abc.get_cache_token() if issubclass(type(cls), abc.ABCMeta) else None
+
+
+def defines_checks(cls: type) -> bool:
+    """Return whether a class's metaclass says itself what its instances or subclasses are."""
+    own = [meta.__dict__ for meta in type(cls).__mro__ if meta not in (type, abc.ABCMeta)]
+    return any("__instancecheck__" in names or "__subclasscheck__" in names for names in own)
 
 
 # Built-in functions whose result depends on more than their arguments, or which read by name.

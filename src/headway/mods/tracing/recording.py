@@ -120,11 +120,11 @@ class FunctionRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if name_of(func) in _READS:
             refuse_read(self.kind, name_of(func))
-        if func is Tensor.__getitem__:
+        if func is Tensor.__getitem__ or func is operator.getitem:  # (the latter: torch.export)
             result = _indexed(args[0], args[1])
         else:
             result = func(*_on_meta(args), **{name: _on_meta(kwargs[name]) for name in kwargs})
-        if not _has_tensor(result):  # a shape, or a dtype
+        if not _has_tensor(result) and result is not None:  # a shape, or a dtype
             return result
         references = self.reference(args)
         named = [(name, self.reference(value)) for name, value in kwargs.items()]
@@ -221,7 +221,8 @@ def _users_line(stack: Any) -> Location | None:
 
 def name_failures(kind: str) -> None:
     """Let what Dynamo says of the functions that the traced frame calls begin with our words."""
-    from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo.exc import ObservedException, TorchRuntimeError, Unsupported, UserError
 
     tx = current_frame()
     if tx is None:
@@ -230,8 +231,10 @@ def name_failures(kind: str) -> None:
 
     def inline_named(*args: Any, **kwargs: Any) -> Any:
         try:
-            return inline(*args, **kwargs)
-        except (Unsupported, ObservedException, TorchRuntimeError) as error:
+            # Dynamo writes `assert symbol` into its graph, where no recording would see it.
+            with dynamo_config.patch(rewrite_assert_with_torch_assert=False):
+                return inline(*args, **kwargs)
+        except (Unsupported, ObservedException, TorchRuntimeError, UserError) as error:
             if isinstance(error, HeadwayError):
                 raise
             line = quote(_users_line(getattr(error, "real_stack", None) or ()) or traced_line())
@@ -245,7 +248,7 @@ def name_failures(kind: str) -> None:
 def _failure(error: Exception) -> str:
     """Return what a function did that Dynamo cannot trace, and what to write instead."""
     what = (str(error) or type(error).__name__).splitlines()[0]
-    if what == "Data-dependent branching":
+    if what == "Data-dependent branching" or what.startswith("Could not guard on data-dependent"):
         return (
             "makes a Python decision on the value of a symbol (if, while, and, or, not); use "
             "torch.where(condition, a, b), and & | ~ in place of and, or, not"
