@@ -65,7 +65,17 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // workers)))
 
 
+# Files whose tests take seconds each. They go first, so that at the end of a run no process is left
+# with a long one while the others wait: then those that are idle take from the rest.
+LONGEST = (
+    "tests/distributed/", "tests/recipe/test_ranks.py", "tests/bench/test_ranks.py",
+    "tests/triton/test_interpreter.py", "tests/test_package.py", "tests/test_hub_kernel.py",
+    "tests/mods/test_programs.py", "tests/mods/test_compiled_changes.py",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     if config.getoption("--accept-golden"):
         uses = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in uses])

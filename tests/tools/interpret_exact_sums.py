@@ -23,13 +23,12 @@ from headway.backends.gpu.runtime import call_plan
 from tools.interpreter import quicker
 
 H, Q, KV = 2, 60, 64
-SCORES = {
+SCORES = {  # of each dependence (`gradient_dependence`); tests/hopper/test_exact_sums.py has more of a kind
     "by distance": (hw.relative_bias, torch.randn(H, 2 * KV + 1)),
     "slopes": (hw.alibi, torch.rand(H)),
-    "buckets": (lambda t: hw.t5_bias(t, max_distance=60), torch.randn(32, H)),
-    "by head": (lambda t: lambda s, b, h, i, j: s + t[h] * (i - j) / 64, torch.randn(H)),
     "scalar": (lambda t: lambda s, b, h, i, j: s * t.exp(), torch.randn(())),
     "by query": (lambda t: lambda s, b, h, i, j: s + t[i % 7], torch.randn(7)),
+    "by key": (lambda t: lambda s, b, h, i, j: s + t[h, j], torch.randn(H, KV)),
     "by pair": (lambda t: lambda s, b, h, i, j: s + t[(i * j) % 9], torch.randn(9)),
 }  # fmt: skip
 
