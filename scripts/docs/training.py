@@ -209,7 +209,7 @@ def reading(name: str) -> str:
         spread = arms()["sdpa-1"].held_out - arms()["sdpa-0"].held_out
         return (
             f"Headway's tokens/s are {faster[0]:.3f} and {faster[1]:.3f} times those of F.sdpa "
-            f"(seeds 0 and 1; the two runs of a seed had the same card). Its held-out bits per byte differ by {_signed(apart[0])} and "
+            f"(seeds 0 and 1; the two runs of a seed had the same GPU). Its held-out bits per byte differ by {_signed(apart[0])} and "
             f"{_signed(apart[1])}; the two seeds of F.sdpa differ by {_signed(spread)}."
         )
     if name == "logits":
@@ -226,7 +226,7 @@ def reading(name: str) -> str:
 def table(names: Sequence[str]) -> str:
     """A row per arm."""
     rows = [
-        "| arm | held-out bits per byte | tokens/s | training | whole | largest logit | card | "
+        "| arm | held-out bits per byte | tokens/s | training | whole | largest logit | GPU | "
         "commit | command |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -242,7 +242,7 @@ def table(names: Sequence[str]) -> str:
 
 
 def card(device: str) -> str:
-    """Return the short name of a card: H100 of "NVIDIA H100 80GB HBM3"."""
+    """Return the short name of a GPU: H100 of "NVIDIA H100 80GB HBM3"."""
     return device.removeprefix("NVIDIA ").split()[0]
 
 

@@ -59,6 +59,7 @@ _WAYS: dict[str, tuple[str, str]] = {
     "need_weights": ("sink", _WEIGHTS),
     "output_attentions": ("sink", _WEIGHTS),
     "kernel_options": ("mask", _CHOSEN),
+    "out": ("score", "it returns a new tensor; headway.inference.attention takes out="),
     "position_ids": ("angles", "write angles=module.rotary.angles(position_ids)"),
     "past_key_value": ("past", "write past=headway.nn.Past(), one for each layer"),
     "past_key_values": ("past", "write past=headway.nn.Past(), one for each layer"),

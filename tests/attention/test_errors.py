@@ -354,6 +354,7 @@ KEYWORDS = {
     "return_lse": "headway.attention_with_stats",
     "return_weights": "call headway.attention_weights(q, k, ...)",
     "deterministc": "did you mean deterministic=?",
+    "out": "it returns a new tensor",
     "xyz": "it takes q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend",
 }
 
