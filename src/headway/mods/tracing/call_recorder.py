@@ -76,8 +76,8 @@ class CallRecorder:
         del self.outer_frame
 
     def _collection(self, phase: str, _: dict) -> None:
-        """Note that a garbage collection begins or ends in this thread. What it finalizes is no part
-        of the function. (Switching collections off would change what a function can ask.)"""
+        """Note that a garbage collection begins or ends in this thread: what it finalizes is not of
+        the function. (Switching collections off would change what a function can ask.)"""
         if threading.get_ident() == self.thread:
             self.collecting = phase == "start"
 
