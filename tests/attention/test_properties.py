@@ -108,6 +108,7 @@ calls = given(
     sink=st.booleans(),
     p=st.sampled_from([0.0, 0.0, 0.4]),
     scale=st.sampled_from([None, 0.0, -0.3, 1.7]),
+    entropy=st.booleans(),
 )
 
 
@@ -124,7 +125,7 @@ def test_many_masks_and_scores(**call):
     check(**call)
 
 
-def check(shape, mask, chain, sink, p, scale):
+def check(shape, mask, chain, sink, p, scale, entropy):
     b, hk, group, q_len, kv_len, d, dv = shape.values()
     if mask and type(mask[0]) is hw.causal:  # a bare one masks something out
         assume(mask[0].offset <= 0 or mask[0].offset < kv_len - 1)
@@ -137,17 +138,22 @@ def check(shape, mask, chain, sink, p, scale):
     right = oracle.attention(
         q, k, v, _chain(chain, tensors) if chain else None, mask and mask[1], scale=scale,
         sink=leaves[-1] if sink else None, keep=oracle.keep(p, 7, *at) if p else None, dropout=p,
+        entropy=entropy,
     )  # fmt: skip
-    sent = [torch.randn(b, hq, q_len, dv).double(), torch.randn(b, hq, q_len).double()]
-    expected = _grads(right[:2], leaves, sent)
+    rows = (torch.randn(b, hq, q_len).double() for _ in range(1 + entropy))
+    sent = [torch.randn(b, hq, q_len, dv).double(), *rows]
+    differentiable = lambda made: (made.out, made.lse, *[made.entropy] * entropy)
+    expected = _grads(differentiable(right), leaves, sent)
     for backend in ("reference", "cpu"):
         made = hw.attention_with_stats(
             q, k, v, _chain(chain, tensors) if chain else None, mask and mask[0], scale=scale,
             sink=leaves[-1] if sink else None, dropout=p, seed=7, backend=backend,
+            entropy=entropy,
         )  # fmt: skip
-        for got, exact in zip(made, right[:3], strict=True):
+        values = (*differentiable(made), made.max_logit)
+        for got, exact in zip(values, (*differentiable(right), right.max_logit), strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
-        for got, exact in zip(_grads(made[:2], leaves, sent), expected, strict=True):
+        for got, exact in zip(_grads(differentiable(made), leaves, sent), expected, strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
 
 

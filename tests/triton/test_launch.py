@@ -184,7 +184,7 @@ def test_a_backward_goes_by_the_strides_of_what_hooks_of_saved_tensors_hand_back
             out = hw.attention(x, x, x, mask=hw.causal(), backend="triton")
         out.backward(torch.ones_like(out))
         (given,) = [given for name, given in device.launches if name == "backward_q"]
-        q, strides = given[0], given[10]
+        q, strides = given[0], given[11]
         assert q.stride()[:2] == (8 * (strides[0] >> 2), 8 * (strides[1] >> 2))
 
 
