@@ -96,8 +96,11 @@ gpu-bench: setup ## the same on the GPU, against FlexAttention, cuDNN and FlashA
 	@.venv/bin/headway bench --device cuda --output bench/results $(ARGS)
 
 .PHONY: picture
-picture: setup ## draw the README's picture of speed anew, from bench/results
-	@$(PY) -m headway_lab.bench.figures picture bench/results/h100/bench-2026-11-25.csv docs/pictures/speed.svg
+SPEEDS = bench/results/h200/bench-rows-2026-11-28.csv
+
+picture: setup ## draw the pictures of speed on a GPU anew, from bench/results
+	@$(PY) -m headway_lab.bench.figures picture $(SPEEDS) docs/pictures/speed.svg
+	@$(PY) -m headway_lab.bench.figures curve $(SPEEDS) docs/pictures/speed-by-length.svg
 
 .PHONY: package
 package: setup ## build the wheel and the sdist in dist

@@ -9,7 +9,7 @@ from headway.errors import ArgumentError
 from headway_lab.bench.figures import BARS, draw, read
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results" / "h100" / "bench-2026-11-25.csv"
+RESULTS = ROOT / "bench" / "results" / "h200" / "bench-rows-2026-11-28.csv"
 
 
 def shown(picture: Path) -> list[str]:
@@ -35,8 +35,8 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"other\.csv is not a file of `headway bench`"):
         read(other)
     header = RESULTS.read_text(encoding="utf-8").splitlines()[0]
-    lines = [x for x in RESULTS.read_text(encoding="utf-8").splitlines() if "1k-128-full" in x]
+    lines = [x for x in RESULTS.read_text(encoding="utf-8").splitlines() if "curve-1k" in x]
     other.write_text("\n".join([header, *lines]))
     pytest.importorskip("matplotlib")
-    with pytest.raises(ArgumentError, match="has none of the cases 8k-128-causal"):
+    with pytest.raises(ArgumentError, match="has none of the cases rows-8k-128-causal"):
         draw(other, tmp_path / "none.svg")

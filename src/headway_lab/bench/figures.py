@@ -1,15 +1,19 @@
 """The picture and the table of speeds, from the CSVs of `headway bench`:
 
     python -m headway_lab.bench.figures picture RESULTS.csv PICTURE.svg
+    python -m headway_lab.bench.figures curve RESULTS.csv PICTURE.svg
     python -m headway_lab.bench.figures table FILE.csv...
 
 The picture shows bars of TFLOP/s over kept pairs, forward and backward, as the file has them: no
-number is written by hand. The table takes a case that is in several files from the first of them.
+number is written by hand. The curve shows the same over the length. The table takes a case that is
+in several files from the first of them.
 """
 
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from headway.errors import ArgumentError, HeadwayError
 
@@ -18,20 +22,22 @@ from .results import Speeds, speeds_in
 
 # What is shown: of calls at full size, those that differ in what they compute.
 BARS = {
-    "8k-128-causal": "causal",
-    "user-causal": "causal, the user's score:\n1.1 s + 0.01 (j − i) + 0.5",
-    "alibi-causal": "causal, ALiBi",
-    "softcap-causal": "causal, softcap",
-    "relative-bias-learned-causal": "causal, learned relative bias",
-    "window-1024": "sliding window of 1024",
-    "documents-causal": "causal, twelve documents",
-    "8k-192-128-causal": "causal, MLA (192 and 128)",
+    "rows-8k-128-causal": "causal",
+    "rows-8k-128-full": "no mask",
+    "rows-user-causal": "causal, the user's score:\n1.1 s + 0.01 (j − i) + 0.5",
+    "rows-alibi-causal": "causal, ALiBi",
+    "rows-softcap-causal": "causal, softcap",
+    "rows-window-1024": "sliding window of 1024",
+    "rows-documents-causal": "causal, twelve documents",
 }
 COLOURS = {
     "headway": ("Headway", "#c2410c"),
-    "flex": ("FlexAttention", "#64748b"),
-    "flash-attention-4": ("FlashAttention-4", "#b6c2d2"),
+    "flash-attention-4": ("FlashAttention-4", "#475569"),
+    "flex flash": ("FlexAttention, FLASH", "#8596ab"),
+    "cudnn": ("cuDNN", "#b6c2d2"),
+    "flex": ("FlexAttention, Triton", "#d8dfe7"),
 }
+CURVE = re.compile(r"curve-(\d+)k-128-causal")
 
 
 def read(path: Path) -> tuple[str, Speeds]:
@@ -42,51 +48,92 @@ def read(path: Path) -> tuple[str, Speeds]:
     }
 
 
+def draw_curve(results: Path, picture: Path) -> None:
+    """Write the picture of speeds over the length, of the same number of tokens.
+
+    **Raises:** as for `draw`.
+    """
+    device, speeds = speeds_in(results)
+    lengths = {case: int(n[1]) for case, _, _ in speeds if (n := CURVE.fullmatch(case))}
+    if not lengths:
+        raise ArgumentError(f"{results} has no case curve-…k-128-causal")
+
+    def panel(axis: Any, direction: str) -> None:
+        for contestant, (name, colour) in COLOURS.items():
+            points = sorted(
+                (lengths[case], speed) for (case, there, who), speed in speeds.items()
+                if case in lengths and (there, who) == (direction, contestant)
+            )  # fmt: skip
+            if points:
+                axis.plot(*zip(*points, strict=True), color=colour, label=name, marker="o", ms=3)
+        axis.set_xscale("log", base=2)
+        ticks = sorted(set(lengths.values()))
+        axis.set_xticks(ticks, [f"{n}k" for n in ticks], fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", color="#e5e7eb", linewidth=0.6)
+
+    where = f"length; TFLOP/s of kept pairs, causal, 128 wide, bfloat16, {device}"
+    _write(picture, panel, where, high=3.4)
+
+
 def draw(results: Path, picture: Path) -> None:
     """Write the picture; a case that the file lacks is left out.
 
     **Raises:** `ArgumentError` where there is nothing to show, `ImportError` without matplotlib.
     """
+    device, speeds = read(results)
+    cases = [case for case in BARS if any(key[0] == case for key in speeds)]
+    if not cases:
+        raise ArgumentError(f"{results} has none of the cases {', '.join(BARS)}")
+
+    def panel(axis: Any, direction: str) -> None:
+        _bars(axis, direction, cases, speeds)
+        if direction == FORWARD:
+            axis.set_yticks(range(len(cases)), [BARS[case] for case in cases], fontsize=9)
+            axis.invert_yaxis()
+
+    where = f"TFLOP/s of kept pairs, bfloat16, {device}"
+    _write(picture, panel, where, high=0.9 + 0.8 * len(cases))
+
+
+def _write(picture: Path, panel: Callable[[Any, str], None], where: str, high: float) -> None:
+    """Write a picture of two panels, forward and backward, under one legend."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("drawing needs matplotlib: pip install matplotlib") from error
-    device, speeds = read(results)
-    cases = [case for case in BARS if any(key[0] == case for key in speeds)]
-    if not cases:
-        raise ArgumentError(f"{results} has none of the cases {', '.join(BARS)}")
     # Text stays text, small and sharp, and the same results give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "headway"}):
-        figure = Figure(figsize=(9.2, 0.9 + 0.62 * len(cases)), layout="constrained")
+        figure = Figure(figsize=(9.2, high), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True, sharex=True)
         for axis, direction in zip(panels, (FORWARD, BACKWARD), strict=True):
-            _bars(axis, direction, cases, speeds)
-        panels[0].set_yticks(range(len(cases)), [BARS[case] for case in cases], fontsize=9)
-        panels[0].invert_yaxis()
+            panel(axis, direction)
+            axis.set_title(direction, fontsize=10, loc="left")
+            axis.spines[["top", "right", "left"]].set_visible(False)
+            axis.tick_params(left=False, labelsize=8)
         figure.legend(
             *panels[0].get_legend_handles_labels(), loc="outside upper right",
             ncols=len(COLOURS), frameon=False, fontsize=9,
         )  # fmt: skip
-        figure.supxlabel(f"TFLOP/s of kept pairs, bfloat16, {device}", fontsize=9)
+        figure.supxlabel(where, fontsize=9)
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
-def _bars(axis, direction: str, cases: list[str], speeds: Speeds) -> None:
-    height = 0.8 / len(COLOURS)
+def _bars(axis: Any, direction: str, cases: list[str], speeds: Speeds) -> None:
+    height, middle = 0.86 / len(COLOURS), (len(COLOURS) - 1) / 2
     for n, (contestant, (name, colour)) in enumerate(COLOURS.items()):
         keys = {(case, direction, contestant): row for row, case in enumerate(cases)}
-        timed = {row + (n - 1) * height: speeds[key] for key, row in keys.items() if key in speeds}
+        timed = {
+            row + (n - middle) * height: speeds[key] for key, row in keys.items() if key in speeds
+        }
         if not timed:
             continue
         bars = axis.barh(
             list(timed), list(timed.values()), height * 0.92, color=colour, label=name
         )  # fmt: skip
         axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=2, color="#475569")
-    axis.set_title(direction, fontsize=10, loc="left")
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(left=False, labelsize=8)
     axis.grid(axis="x", color="#e5e7eb", linewidth=0.6)
     axis.set_axisbelow(True)
 
@@ -161,10 +208,15 @@ def main(arguments: list[str]) -> int:
         match arguments:
             case ["picture", results, picture]:
                 draw(Path(results), Path(picture))
+            case ["curve", results, picture]:
+                draw_curve(Path(results), Path(picture))
             case ["table", _, *_]:
                 sys.stdout.write(table(map(Path, arguments[1:])) + "\n")
             case _:
-                raise ArgumentError("use: picture RESULTS.csv PICTURE.svg, or: table FILE.csv...")
+                raise ArgumentError(
+                    "use: picture RESULTS.csv PICTURE.svg, curve RESULTS.csv PICTURE.svg, "
+                    "or: table FILE.csv..."
+                )
     except (HeadwayError, ImportError) as error:
         sys.stderr.write(f"headway_lab.bench.figures: {error}\n")
         return 2
