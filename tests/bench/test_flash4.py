@@ -145,7 +145,7 @@ def test_it_is_asked_of_every_row_that_it_can_run():
         if NAME in case.peers and case.name != "documents-causal" and not case.by_rows:
             peers.flash4_options(make_inputs(replace(case, b=1, length=64)))
         of = {t.direction: t.times for t in case.targets if t.peer == NAME}
-        if "softcap" in case.name and not case.by_rows:
+        if NAME in case.peers and "softcap" in case.name and not case.by_rows:
             assert of == {FORWARD: 1.5, BACKWARD: 1.3}
-        if case.d == 256:
+        if NAME in case.peers and case.d == 256:
             assert of == {FORWARD: 0.95, BACKWARD: 1.2}
