@@ -22,7 +22,6 @@ from .operators import (
     as_promised,
     backward,
     backward_op,
-    call_of,
     flat,
     flat_kv,
     forward,
@@ -58,18 +57,26 @@ from .types import (
 
 
 def _forward_operator(spec: str, *inputs: Any) -> Forward:
-    """Run `headway::forward`, with gradients where an exported program calls it by itself."""
-    call = call_of(*inputs)
-    if torch.is_grad_enabled() and _any_learns(_inputs(call)):
-        parsed = Spec.parse(spec)
-        out, *stats = attention(parsed, call)
-        results = in_dtype(out, parsed.out_dtype(call.q.dtype)), *stats
-    else:
-        results = forward(spec, *inputs)
-    return Forward(*as_promised(call.q, *results))
+    """Run `headway::forward`."""
+    return Forward(*as_promised(inputs[0], *forward(spec, *inputs)))
+
+
+def _forward_under_autograd(spec: str, *inputs: Any) -> Forward:
+    """Run `headway::forward`, with gradients where an exported program calls it by itself, compiled
+    or not."""
+    if torch.is_grad_enabled() and _any_learns([*inputs[:_SEED], *inputs[_SEED + 1]]):
+        parsed, q = Spec.parse(spec), inputs[0]
+        runner, tensors = _operators(ON_ONE_DEVICE, parsed, *inputs)
+        register_flops()
+        copy_unsavable(tensors)
+        out, *stats = as_forward(*_Attention.apply(runner, *tensors))
+        return Forward(*as_promised(q, in_dtype(out, parsed.out_dtype(q.dtype)), *stats))
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward_op(spec, *inputs)
 
 
 library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
+library.impl("forward", _forward_under_autograd, "Autograd")
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -451,8 +458,7 @@ def _attention_by_operators(spec: Spec, call: Call) -> Forward:
 
 def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     """Run a pair of operators, given their operands after the spec, under autograd."""
-    q, k, v, sink, seed, captured, ints, floats, tiles, offsets, *where = operands
-    inputs = [q, k, v, sink, seed, *where, *captured, *tiles]
+    runner, inputs = _operators(pair, spec, *operands)
     trained = torch.is_grad_enabled() and _any_learns(inputs)
     compiling = is_compiling()
     if pair is not ON_ONE_DEVICE:  # else `forward_mode` runs a call with tangents
@@ -464,21 +470,27 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
-    out_dtype = acc_dtype(q.dtype) if spec.partial else q.dtype
-    runner = Operators(
-        pair, spec.text, out_dtype, spec.entropy, spec.score_tensors, len(captured), ints, floats,
-        offsets,
-    )  # fmt: skip
     # The operator has a gradient of its own in an exported program, where torch.export would drop
     # that of an autograd Function.
     if not trained or (pair is ON_ONE_DEVICE and torch.compiler.is_exporting()):
         out, *stats = runner.forward(*inputs)
-        return Forward(in_dtype(in_order_of(q, out), out_dtype), *stats[:4])
+        return Forward(in_dtype(in_order_of(operands[0], out), runner.out_dtype), *stats[:4])
     if compiling:
         inputs = _without_repeats(inputs)
     else:
         copy_unsavable(inputs)
     return as_forward(*_Attention.apply(runner, *inputs))
+
+
+def _operators(
+    pair: Pair, spec: Spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, *where: Any
+) -> tuple[Operators, list[Tensor | None]]:
+    """Return what runs a pair of operators, and its tensors, from the operands after the spec."""
+    runner = Operators(
+        pair, spec.text, acc_dtype(q.dtype) if spec.partial else q.dtype, spec.entropy,
+        spec.score_tensors, len(captured), ints, floats, offsets,
+    )  # fmt: skip
+    return runner, [q, k, v, sink, seed, *where, *captured, *tiles]
 
 
 def as_forward(out, lse, entropy, max_logit, row_max, *others) -> Forward:

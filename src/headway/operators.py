@@ -252,7 +252,7 @@ library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
 library.impl("tangent", _tangent_operator, "CompositeExplicitAutograd")
 library.impl("only_of_primal", only_of_primal, "CompositeExplicitAutograd")
 library.impl("infer", _infer_operator, "CompositeExplicitAutograd")
-for _name in ("forward", "backward", "infer", "tangent"):  # autograd is above, or in `_forward`
+for _name in ("backward", "infer", "tangent"):  # autograd is above
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
