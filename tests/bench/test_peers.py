@@ -156,7 +156,7 @@ class Table:
 @pytest.fixture
 def cute(monkeypatch):
     played = SimpleNamespace(
-        full_like=torch.full_like, make_rmem_tensor=lambda n, of: Fragment([0])
+        jit=lambda f: f, full_like=torch.full_like, make_rmem_tensor=lambda n, of: Fragment([0])
     )
     monkeypatch.setattr(cute_mods, "cute", played)
     types = SimpleNamespace(Float32=torch.float32, Int32=torch.int32)

@@ -62,7 +62,7 @@ def test_errors_say_the_way_out():
     with pytest.raises(ArgumentError, match="add up to"):
         Layout.of_lengths([[3, 4], [3, 3]], (0, 2))
     q = torch.randn(1, 1, 4, 8)
-    for given, word in ((layout, "no mesh yet"), ("zigzag", "pass a headway")):
+    for given, word in ((layout, "no mesh yet"), ("zigzag", "pass a layout, as from headway")):
         with pytest.raises(ArgumentError, match=word):
             hw.attention(q, q, q, layout=given)
 

@@ -260,7 +260,7 @@ def test_yarn_slows_the_slow_pairs_only():
     [
         ((48, 4, 3), "multiple of kv_heads=3"),
         ((50, 4), "give head_width"),
-        ((48, 4, None, 8, {"rotary": Rotary(12)}), "more channels than a head has"),
+        ((48, 4, None, 8, {"rotary": Rotary(12)}), "rotates 12 channels, but a head has 8"),
         ((48, 4, None, 8, {"scaling": "softmax"}), "'softmax' must be one of"),
         ((48, 4, None, 8, {"scale": 0.0}), "scale=0.0"),
     ],

@@ -342,10 +342,10 @@ def add_dkdv(
         survives = tile.dropout_keep(dropout, pairs)
     if len(dk) > 0:
         dout_right = tile.right_factor(dout_tile, queries.transposed, 1, n64, i, live, CONFIG.dv)
-        start, slope = None, delta_i[None, :]
+        start = None
         if queries.dentropy is not None:
             dentropy_i = tile.load_vector(queries.dentropy + n + i, live, 0.0) * LN2
-            slope = slope + dentropy_i[None, :] * at_least_log_0(log_p)
+            slope = delta_i[None, :] + dentropy_i[None, :] * at_least_log_0(log_p)
             if dropout is None:  # the product begins with it: one tile less in registers
                 start = -slope
         dp = tile.outer(keys.v, dout_right, CONFIG.precision, start)
@@ -355,7 +355,12 @@ def add_dkdv(
         p_dropped = p if dropout is None else tl.where(survives, p, 0.0)
         dv = tile.add_product(dv, p_dropped, dout_tile, CONFIG.precision)
     if len(dk) > 0:
-        ds = p * (dp - slope) if start is None else p * dp
+        if start is not None:
+            ds = p * dp
+        elif queries.dentropy is not None:
+            ds = p * (dp - slope)
+        else:  # the broadcast stands here: above the product, ptxas spills on sm_100
+            ds = p * (dp - delta_i[None, :])
         if CONFIG.derivative is not None:
             ds = chain(ds, derivatives[1], p, CONFIG.unbounded)
         dk = tile.add_product(dk, ds, q_tile, CONFIG.precision)

@@ -28,6 +28,7 @@ BY_TEXT = {float, complex, range, torch.finfo, torch.iinfo}
 CONTAINERS = {list, tuple, dict, set, frozenset, OrderedDict, torch.Size}
 _VALUE_TYPES = BY_VALUE | BY_TEXT | CONTAINERS
 _KNOWN_TYPES = _VALUE_TYPES | {types.FunctionType, types.MethodType, types.ModuleType}
+METACLASSES = {type, abc.ABCMeta, enum.EnumMeta}
 BUILTIN_TYPES = {
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
     types.MethodWrapperType, types.ClassMethodDescriptorType,
