@@ -327,13 +327,18 @@ def test_what_a_collection_finalizes_is_not_part_of_a_function(traces):
     def score(s, b, h, i, j):
         return s + 0.5 * j
 
+    def callback(phase, info):  # as Hypothesis has one
+        finalized.append(math.floor(2.5))
+
     finalized, before = [], gc.get_threshold()
     for _ in range(3):
         Cycle()
+        gc.callbacks.append(callback)
         gc.set_threshold(1)
         try:
             _expect(score, 0.5 * J)
         finally:
             gc.set_threshold(*before)
-    assert finalized
+            gc.callbacks.remove(callback)
+    assert {1, 2} <= {*finalized}
     assert len(traces) == 1

@@ -65,21 +65,29 @@ class CallRecorder:
             self.other_profiler, types.NoneType | types.FunctionType | types.MethodType
         )
         if not self.profiler_active:
-            gc.callbacks.append(self._collection)
+            gc.callbacks.insert(0, self._begin_collection)
+            gc.callbacks.append(self._end_collection)
             sys.setprofile(self._event)
         return self
 
     def __exit__(self, *error: object) -> None:
         if not self.profiler_active:
             sys.setprofile(self.other_profiler)
-            gc.callbacks.remove(self._collection)
+            gc.callbacks.remove(self._begin_collection)
+            gc.callbacks.remove(self._end_collection)
         del self.outer_frame
 
-    def _collection(self, phase: str, _: dict) -> None:
-        """Note that a garbage collection begins or ends in this thread: what it finalizes is not of
-        the function. (Switching collections off would change what a function can ask.)"""
-        if threading.get_ident() == self.thread:
-            self.collecting = phase == "start"
+    def _begin_collection(self, phase: str, _: dict) -> None:
+        """Note, before other callbacks, that a garbage collection begins in this thread: what it
+        finalizes is not of the function, nor what these call. (Switching collections off would
+        change what a function can ask.)"""
+        if phase == "start" and threading.get_ident() == self.thread:
+            self.collecting = True
+
+    def _end_collection(self, phase: str, _: dict) -> None:
+        """Note, after other callbacks, that it ends."""
+        if phase == "stop" and threading.get_ident() == self.thread:
+            self.collecting = False
 
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if self.collecting:
