@@ -50,7 +50,6 @@ from .types import (
     Coords,
     Forward,
     Spec,
-    acc_dtype,
     constant_under_compile,
     in_dtype,
 )
@@ -235,6 +234,16 @@ class Operators(NamedTuple):
             q, k, v, sink, seed, captured, self.ints, self.floats, tiles, self.offsets, of_queries,
             of_keys,
         )  # fmt: skip
+
+
+def operators_of(
+    pair: Pair, spec: Spec, q: Tensor, captured: int, ints: list, floats: list, offsets: list
+) -> Operators:
+    """Return what runs a pair of operators for a call of this spec."""
+    return Operators(
+        pair, spec.text, spec.result_dtype(q.dtype), spec.entropy, spec.score_tensors, captured,
+        ints, floats, offsets,
+    )  # fmt: skip
 
 
 class _Direct(NamedTuple):
@@ -442,8 +451,8 @@ def _attention_direct(spec: Spec, call: Call) -> Forward:
     if signature is None:  # positions are saved by autograd, not kept alive here
         coords = coords._replace(q_pos=None, kv_pos=None)
     runner = _Direct(
-        spec, acc_dtype(q.dtype) if spec.partial else q.dtype, len(score_tensors), captured.ints,
-        captured.floats, call.tiles, coords, signature, [],
+        spec, spec.result_dtype(q.dtype), len(score_tensors), captured.ints, captured.floats,
+        call.tiles, coords, signature, [],
     )  # fmt: skip
     out, lse, *with_grad = _apply_direct(runner, *inputs)
     _, max_logit, row_max, entropy = runner.others
@@ -488,10 +497,7 @@ def _operators(
     pair: Pair, spec: Spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, *where: Any
 ) -> tuple[Operators, list[Tensor | None]]:
     """Return what runs a pair of operators, and its tensors, from the operands after the spec."""
-    runner = Operators(
-        pair, spec.text, acc_dtype(q.dtype) if spec.partial else q.dtype, spec.entropy,
-        spec.score_tensors, len(captured), ints, floats, offsets,
-    )  # fmt: skip
+    runner = operators_of(pair, spec, q, len(captured), ints, floats, offsets)
     return runner, [q, k, v, sink, seed, *where, *captured, *tiles]
 
 

@@ -155,14 +155,10 @@ class _UnderTransforms(torch.autograd.Function):
         return *results, *[saved[0].new_zeros(x) if under_vmap() else None for x in ctx.others]
 
 
-def _operators(text: str, inputs: Sequence, captured: int, *numbers: list) -> autograd.Operators:
-    """Return what runs a call; `numbers` are its ints, floats and offsets."""
-    spec = Spec.parse(text)
-    out_dtype = spec.result_dtype(inputs[0].dtype)
-    pair = autograd.ON_ONE_DEVICE
-    return autograd.Operators(
-        pair, text, out_dtype, spec.entropy, spec.score_tensors, captured, *numbers
-    )
+def _operators(text: str, q: Tensor, *numbers: Any) -> autograd.Operators:
+    """Return what runs a call; `numbers` are that of its captured tensors, its ints, floats and
+    offsets."""
+    return autograd.operators_of(autograd.ON_ONE_DEVICE, Spec.parse(text), q, *numbers)
 
 
 def _with_tangent(
@@ -170,7 +166,7 @@ def _with_tangent(
 ) -> tuple:
     """Return the results of `_WithTangent`, a call in the graph of a compiled program: `text` is
     the spec's, `captured` the number of captured tensors."""
-    operators = _operators(text, inputs, captured, ints, floats, offsets)
+    operators = _operators(text, inputs[0], captured, ints, floats, offsets)
     return _WithTangent.apply(_Runner(operators), *inputs)
 
 
@@ -179,7 +175,7 @@ def _primal(
 ) -> tuple:
     """Return the results of `autograd._Attention`, a call in a compiled graph as `_with_tangent`
     is."""
-    operators = _operators(text, inputs, captured, ints, floats, offsets)
+    operators = _operators(text, inputs[0], captured, ints, floats, offsets)
     return autograd._Attention.apply(_Runner(operators), *inputs)
 
 
@@ -353,5 +349,5 @@ def _under_transforms(
     if not any(x is not None and has_tangent(x) for x in inputs):
         return autograd.attention(spec, call)
     register_flops()
-    runner = _Runner(_operators(spec.text, inputs, *numbers))
+    runner = _Runner(_operators(spec.text, call.q, *numbers))
     return autograd.as_forward(*_UnderTransforms.apply(runner, *inputs))

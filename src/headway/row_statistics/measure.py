@@ -165,7 +165,7 @@ def _moved(request: Request, mean: Tensor, f: Number) -> Tensor:
 
 def _learns(request: Request) -> bool:
     """Return whether anything that a request reads may have a derivative."""
-    sharded = any_sharded(request.q, request.k, request.k)
+    sharded = any_sharded(request.q, request.k, request.v)
     if is_compiling() or transforms() or in_forward_mode() or sharded:
         return True
     _, call = resolve(request)

@@ -23,7 +23,9 @@ class Unavailable(Exception):
 
     @staticmethod
     def because(error: Exception) -> "Unavailable":
-        """Return the reason, from the first line of what a peer raised."""
+        """Return the reason: what a peer raised if it is one, else its first line."""
+        if isinstance(error, Unavailable):
+            return error
         first_line = next(filter(str.strip, str(error).splitlines()), "")
         return Unavailable(f"could not run: {type(error).__name__}: {first_line[:200]}")
 

@@ -47,8 +47,7 @@ def measure_jvp(case: Case, device: str, repeats: int, tick: Tick = lambda: None
             except Exception as error:
                 if name == "headway":
                     raise
-                why = error if isinstance(error, Unavailable) else Unavailable.because(error)
-                checked[name] = result.not_run(why)
+                checked[name] = result.not_run(Unavailable.because(error))
                 continue
             checked[name] = result
             if not result.verdict:

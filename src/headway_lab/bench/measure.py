@@ -191,8 +191,7 @@ def _contestants(case: Case, inputs: CaseInputs) -> tuple[dict[str, Contestant],
                 peer.prepare(case, peer_inputs), peer_inputs, backward, peer
             )
         except Exception as error:  # noqa: BLE001 of another library: out of memory, say
-            why = error if isinstance(error, Unavailable) else Unavailable.because(error)
-            notes.append(Result(case.name, "", name).not_run(why))
+            notes.append(Result(case.name, "", name).not_run(Unavailable.because(error)))
     return contestants, notes
 
 
