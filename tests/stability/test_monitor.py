@@ -449,6 +449,8 @@ def test_copies_watch_nothing(through):
     other, of_other = copied((net, watch))
     if through != "copy":  # which shares the hooks
         other(3 * x)
+    if through == "deepcopy":
+        torch.compile(lambda y: other(y), backend="eager", fullgraph=True)(x)
     for each in (watch, of_other):
         assert all(map(torch.equal, each.report()["0"], right))
     of_other.reset()
@@ -596,7 +598,7 @@ def test_a_past_is_not_measured():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((hw.attention,), "model is of type function; pass an nn.Module"),
+        ((hw.attention,), r"model must be a torch.nn.Module, got function"),
         ((nn.Identity(), 0), "every=0 must be an integer, 1 or more"),
         ((nn.Identity(), 1.5), "every=1.5 must be an integer"),
         ((nn.Identity(), 1, "yes"), "training='yes' must be True or False"),

@@ -1,38 +1,36 @@
 """Watch every attention of a model: the largest logit, entropy and sink mass of every head.
 
 In a measured forward each call is measured beside itself, so that the model computes what it
-computes without a monitor. A call is a layer's if the layer is being called in its thread
-(`_callers`): nothing hangs on the layers, and what a backward recomputes does not count.
+computes without a monitor. Nothing hangs on the layers: a call is a layer's if the layer is being
+called in its thread, which only the stack knows for sure. (An interrupt runs no forward hook.)
 """
 
 import math
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    get_eval_frame_callback,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.compiler import is_compiling
 
 from .. import run as calls
-from ..api import attention_with_stats
 from ..arguments import count_of, flag_of
 from ..blocks import BlockMask
 from ..errors import ArgumentError, HeadwayError
-from ..mods.base import Both, MaskFn
+from ..mods import prefix
+from ..mods.base import MaskFn
 from ..mods.library.packed import PackedMask
-from ..surroundings import capturing, in_forward_mode, isolated, transforms
-from ..types import KV, Coords, Request, refuse_under_compile
-from .adapters import clean_name
+from ..row_statistics import sink_mass
+from ..surroundings import are_plain, capturing, in_forward_mode, isolated, transforms
+from ..types import Request, refuse_under_compile
+from .adapters import check_model, clean_name
 from .logit_stats import Group, check_group
 
 
@@ -52,25 +50,21 @@ class HeadStats(NamedTuple):
     sink_mass: Tensor
 
 
-class Monitor:
+class Monitor(AbstractContextManager):
     """A model's monitor, which `monitor` returns. As a context manager it is removed at the end."""
 
     def __init__(self, model: nn.Module, every: int, training: bool | None):
         self._every, self._training = every, training
         self._model = type(model).__name__
         self._forwards = 0
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, Tensor] = {}  # by layer, what `_measure` returns
         self._unmeasured: dict[str, str] = {}
-        self._start([
+        self._measuring: dict[int, Any] = {}  # by thread, the watcher of its measured forward
+        self._watches = True  # Dynamo cannot read the handles
+        self._handles = (
             model.register_forward_pre_hook(self._enter, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
-        ])  # fmt: skip
-
-    def _start(self, handles: list[Any]) -> None:
-        self._handles, self._watches = handles, bool(handles)  # Dynamo cannot read the former
-        self._lock = threading.Lock()
-        # By thread, the calls of the model that are under way there; None is not measured.
-        self._under_way: dict[int, list[_Forward | None]] = {}
+        )
 
     def report(self, group: Group = None) -> dict[str, HeadStats]:
         """Return what the measured forwards since the last `reset` saw, by layer: the name in the
@@ -87,8 +81,7 @@ class Monitor:
         other layers, or where several processes run and `group` is missing.
         """
         process_group = check_group(group)
-        with self._lock:
-            sums = dict(self._sums)
+        sums = self._sums.copy()
         if process_group is not None:
             sums = _over_ranks(sums, process_group)
         if not sums:
@@ -100,11 +93,15 @@ class Monitor:
                 "modules have to call Headway in the same thread"
                 + (whys and f"; these calls could not be measured:{whys}")
             )
-        return {name: stats.means() for name, stats in sums.items()}
+        return {
+            name: HeadStats(largest.float(), *(totals / counts).float())
+            for name, x in sums.items()
+            for largest, totals, counts in [(x[0], x[1:3], x[3:])]
+        }
 
     def reset(self) -> None:
         """Forget what was measured. The count of forwards goes on."""
-        with self._lock:
+        with _lock:
             self._sums.clear()
 
     def remove(self) -> None:
@@ -112,22 +109,15 @@ class Monitor:
         self._watches = False
         for handle in self._handles:
             handle.remove()
-        for forwards in list(self._under_way.values()):
-            self._close(forwards)
-
-    def __enter__(self) -> "Monitor":
-        return self
+        for thread in list(self._measuring):
+            self._close(thread)
 
     def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model or of its monitor watches nothing."""
-        return {n: x for n, x in vars(self).items() if n not in ("_handles", "_lock", "_under_way")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._start([])
+        return {**vars(self), "_watches": False, "_handles": (), "_measuring": {}}
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         """Begin a forward of the model, before its other hooks."""
@@ -135,48 +125,63 @@ class Monitor:
             return
         if is_compiling():
             refuse_under_compile(ArgumentError, _COMPILED)
-        if get_eval_frame_callback() not in (None, False):
+        if get_eval_frame_callback() not in (None, False):  # after a graph break
             raise ArgumentError(_COMPILED)
-        forwards = self._under_way.setdefault(threading.get_ident(), [])
-        outermost = sum(caller is module for caller in _callers()) == 1
-        if outermost:
-            self._close(forwards)  # which an interrupt left open
-        counts = outermost and self._training in (None, module.training)
-        measured = counts and self._forwards % self._every == 0
-        self._forwards += counts
-        forwards.append(_Forward(self, module) if measured else None)
-
-    def _leave(self, *_: Any) -> None:
-        """End a forward of the model, after its other hooks, or after an error."""
-        forwards = self._under_way.get(threading.get_ident())
-        if forwards:
-            self._close([forwards.pop()])
-
-    def _close(self, forwards: "list[_Forward | None]") -> None:
-        while forwards:
-            forward = forwards.pop()
-            if forward is not None:
-                forward.close()
-
-    def add(self, name: str, request: Request) -> None:
-        """Measure a call of a layer, or warn once why it cannot be."""
-        why, measured = _why_not(request), None
-        if not why:
-            try:
-                measured = _measure(request)
-            except HeadwayError as error:
-                why = str(error)
-        if measured is None:
-            if name not in self._unmeasured:
-                self._unmeasured[name] = why
-                warnings.warn(f"monitor: calls of {name} are not measured: {why}", stacklevel=2)
+        if not _is_outermost(module):
             return
-        heads = len(measured.max_logit)
-        with self._lock:
-            if name in self._sums and len(self._sums[name].max_logit) != heads:
+        self._close(get_ident())  # which an interrupt left open
+        if self._training in (None, module.training):
+            if self._forwards % self._every == 0:
+                self._open(module)
+            self._forwards += 1
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        """End a forward of the model, after its other hooks, or after an error."""
+        if self._measuring and _is_outermost(module):
+            self._close(get_ident())
+
+    def _open(self, model: nn.Module) -> None:
+        watcher = partial(self._watch, model, _names(model), get_ident())
+        with _lock:
+            if not _stances and "torch._dynamo" in sys.modules:
+                _stances.append(torch.compiler.set_stance("force_eager"))
+            calls.watchers.append(watcher)
+        self._measuring[get_ident()] = watcher
+
+    def _close(self, thread: int) -> None:
+        if watcher := self._measuring.pop(thread, None):
+            with _lock:
+                calls.watchers.remove(watcher)
+                if _stances and not calls.watchers:
+                    _stances.pop().__exit__(None, None, None)
+
+    def _watch(
+        self, model: nn.Module, names: dict[int, str], thread: int, request: Request
+    ) -> None:
+        """Measure a call that has run if the model made it, or warn once why it cannot be."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if request.auxiliary or in_backward or get_ident() != thread:
+            return
+        callers = list(map(id, _callers()))
+        if id(model) not in callers:
+            return
+        name = next(names[x] for x in callers if x in names) or self._model
+        try:
+            sums = _measure(request)
+        except HeadwayError as error:
+            if name not in self._unmeasured:
+                self._unmeasured[name] = str(error)
+                warnings.warn(f"monitor: calls of {name} are not measured: {error}", stacklevel=2)
+            return
+        with _lock:
+            heads = sums.shape[1]
+            if self._sums.get(name, sums).shape[1] != heads:
                 name = f"{name} ({heads} heads)"
-            before = self._sums.get(name)
-            self._sums[name] = measured if before is None else before.and_then(measured)
+            if name in self._sums:
+                before = self._sums[name]
+                sums = sums.to(before.device)
+                sums = torch.cat([torch.maximum(before[:1], sums[:1]), before[1:] + sums[1:]])
+            self._sums[name] = sums
 
 
 def monitor(model: nn.Module, *, every: int = 1, training: bool | None = None) -> Monitor:
@@ -213,8 +218,7 @@ def monitor(model: nn.Module, *, every: int = 1, training: bool | None = None) -
 
     **Raises:** `ArgumentError`; also in a forward of the model inside of what is compiled.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is of type {type(model).__name__}; pass an nn.Module")
+    check_model(model)
     training = None if training is None else flag_of("training", training)
     return Monitor(model, count_of("every", every, 1), training)
 
@@ -224,140 +228,61 @@ _COMPILED = (
     "where nothing can be measured: open the monitor on what torch.compile returned (not on the "
     "model that you passed to it), or on a module around model.compile(); remove() it to export"
 )
-# Dynamo compiles neither hook, and has its callback on inside, if it compiles what surrounds them.
-for _hook in (Monitor._enter, Monitor._leave):
-    set_code_exec_strategy(
-        _hook.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    )
-
-
-# -- a measured forward ---------------------------------------------------------------------------
-
-
-class _Forward:
-    """A measured forward of a model, in its thread."""
-
-    def __init__(self, monitor: Monitor, model: nn.Module):
-        self.monitor, self.model, self.thread = monitor, model, threading.get_ident()
-        self.names = _names(model)
-        _uncompiled.begin()
-        calls.watchers.append(self.watch)
-
-    def close(self) -> None:
-        """End the forward."""
-        calls.watchers.remove(self.watch)
-        _uncompiled.end()
-
-    def watch(self, request: Request) -> None:
-        """Measure a call that has run, if the model made it."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if request.auxiliary or in_backward or threading.get_ident() != self.thread:
-            return
-        callers = list(_callers())
-        if any(module is self.model for module in callers):
-            name = next(self.names[id(x)] for x in callers if id(x) in self.names)
-            self.monitor.add(name or type(self.model).__name__, request)
-
-
-class _Uncompiled:
-    """Runs what is compiled eagerly while forwards are measured: the compiler has one stance for
-    all threads."""
-
-    def __init__(self) -> None:
-        self.lock, self.forwards = threading.Lock(), 0
-        self.stance: Any = None
-
-    def begin(self) -> None:
-        with self.lock:
-            if self.stance is None and "torch._dynamo" in sys.modules:
-                self.stance = torch.compiler.set_stance("force_eager")
-            self.forwards += 1
-
-    def end(self) -> None:
-        with self.lock:
-            self.forwards -= 1
-            if self.forwards == 0 and self.stance is not None:
-                self.stance.__exit__(None, None, None)
-                self.stance = None
-
-
-_uncompiled = _Uncompiled()
+_lock = Lock()
+# The compiler's stance, one for all threads, while any forward is measured: to compile nothing.
+_stances: list[Any] = []
 
 
 def _names(model: nn.Module) -> dict[int, str]:
     """Return the names of a model's modules by their ids, without those of wrappers."""
-    modules, names = dict(model.named_modules()), {"": ""}
-    for path in modules:
-        parent, _, part = path.rpartition(".")
-        if path:
-            kind = type(modules[parent]).__name__
-            wrapped = part == "module" and kind in ("DistributedDataParallel", "DataParallel")
-            names[path] = clean_name(
-                names[parent] + "." * bool(names[parent]) + part * (not wrapped)
-            )
-    return {id(module): names[path] for path, module in modules.items()}
+    modules, names = dict(model.named_modules()), {}
+    for path, module in modules.items():
+        parts = path.split(".")
+        for n in reversed(range(len(parts))):
+            parent = type(modules[".".join(parts[:n])]).__name__
+            if parts[n] == "module" and parent in ("DistributedDataParallel", "DataParallel"):
+                del parts[n]
+        names[id(module)] = clean_name(".".join(parts))
+    return names
+
+
+def _is_outermost(module: nn.Module) -> bool:
+    """Return whether a module that is being called in this thread did not call itself."""
+    return sum(caller is module for caller in _callers()) == 1
 
 
 def _callers() -> Iterator[nn.Module]:
-    """Yield the modules that are being called in this thread, the innermost first; none where a
-    monitor measures."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _measure.__code__:
-        if frame.f_code is _MODULE_CALL:
+    """Yield the modules that are being called in this thread, the innermost first."""
+    frame, module_call = sys._getframe(1), nn.Module._call_impl.__code__
+    while frame is not None:
+        if frame.f_code is module_call:
             yield frame.f_locals["self"]
         frame = frame.f_back
 
 
-_MODULE_CALL = nn.Module._call_impl.__code__
-
-
-# -- what is measured -----------------------------------------------------------------------------
-
-
-class _Sums(NamedTuple):
-    """Statistics of the heads of some calls, `(heads,)` each."""
-
-    max_logit: Tensor  # float32, the maximum
-    entropy: Tensor  # float64, the sum
-    sink_mass: Tensor  # float64, the sum
-    queries: Tensor  # float64, how many attended to something
-    sink_queries: Tensor  # float64, how many could attend to the sink or the first key
-
-    def and_then(self, other: "_Sums") -> "_Sums":
-        """Return the statistics of both, on the device of these."""
-        largest, *others = (x.to(self.queries.device) for x in other)
-        sums = (x + y for x, y in zip(self[1:], others, strict=True))
-        return _Sums(torch.maximum(self.max_logit, largest), *sums)
-
-    def means(self) -> HeadStats:
-        """Return what a report says of them."""
-        entropy, sink_mass = self.entropy / self.queries, self.sink_mass / self.sink_queries
-        return HeadStats(self.max_logit.clone(), entropy.float(), sink_mass.float())
-
-
-def _measure(request: Request) -> _Sums:
-    """Compute a call once more, with its statistics, where nothing sees it."""
+def _measure(request: Request) -> Tensor:
+    """Compute a call once more, with its statistics, where nothing sees it. Return `(5, heads)`
+    float64: the largest logit; the sums of entropy and sink mass; how many queries attended to
+    something, and how many could attend to the sink or the first key."""
+    _check_measurable(request)
     q, k, v = (x.detach() for x in (request.q, request.k, request.v))
     sink = None if request.sink is None else request.sink.detach()
+    request = Request(
+        q, k, v, request.score, request.mask, request.scale, sink, backend=request.backend,
+        max_logit=True, entropy=True, auxiliary=True,
+    )  # fmt: skip
     with isolated(as_called=True), torch.inference_mode(False), torch.no_grad():
-        options = {"scale": request.scale, "backend": request.backend}
-        result = attention_with_stats(
-            q, k, v, request.score, request.mask, sink=sink, entropy=True, sink_mass=True, **options
-        )
-        _, lse, max_logit = result
+        _, lse, max_logit, _, entropy = calls.run(request)
         of_first = lse
         if sink is None:
             mask = _with_first_key(request.mask)
-            of_first = attention_with_stats(q, k, v[..., :1], request.score, mask, **options).lse
+            first = request._replace(v=v[..., :1], mask=mask, max_logit=False, entropy=False)
+            of_first = calls.run(first).lse
         none = max_logit.new_full((1, max_logit.shape[1]), -math.inf)  # of an empty batch
-        largest = torch.cat([max_logit, none]).amax(0).float()
-        assert result.entropy is not None
-        assert result.sink_mass is not None
-        sums = (
-            x.sum((0, 2), dtype=torch.float64)
-            for x in (result.entropy, result.sink_mass, lse != -math.inf, of_first != -math.inf)
-        )
-        return _Sums(largest.nan_to_num(math.inf, math.inf, -math.inf), *sums)
+        largest = torch.cat([max_logit, none]).amax(0).double()
+        rows = entropy, sink_mass(request, lse), lse != -math.inf, of_first != -math.inf
+        sums = [x.sum((0, 2), dtype=torch.float64) for x in rows]
+        return torch.stack([largest.nan_to_num(math.inf, math.inf, -math.inf), *sums])
 
 
 def _with_first_key(mask: Any) -> MaskFn:
@@ -365,37 +290,33 @@ def _with_first_key(mask: Any) -> MaskFn:
     mask = mask.mask if isinstance(mask, BlockMask) else mask
     if isinstance(mask, PackedMask):
         return replace(mask, mask=_with_first_key(mask.mask))
-    return _is_first_key if mask is None else Both(mask, _is_first_key)
+    return prefix(1) if mask is None else mask & prefix(1)
 
 
-def _is_first_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return kv_idx == 0
+def _check_measurable(request: Request) -> None:
+    """Refuse a call that cannot be measured."""
+    tensors = request.q, request.k, request.v
+    for refuses, why in (
+        (request.keys is not None, "they are over a KV cache, after a past, or have a layout="),
+        (not are_plain(*tensors), f"their tensors are of types {[type(x) for x in tensors]}"),
+        (any(x.is_meta for x in tensors), "their tensors are on the meta device"),
+        (
+            transforms() or in_forward_mode(),
+            "they are in a transform of torch.func or forward mode",
+        ),
+        (
+            torch._C._is_tracing() or capturing(request.q.device),
+            "torch.jit or a CUDA graph records them",
+        ),
+    ):
+        if refuses:
+            raise ArgumentError(why)
 
 
-def _why_not(request: Request) -> str:
-    """Return why a call cannot be measured; empty if it can."""
-    tensors, keys = (request.q, request.k, request.v), request.keys
-    if type(keys) is KV:
-        return "they are over a KV cache"
-    if type(keys) is Coords:
-        return "their queries come after a past"
-    if keys is not None:
-        return "their keys are split over ranks (layout=)"
-    if other := [type(x) for x in tensors if type(x) not in (Tensor, nn.Parameter)]:
-        return f"their tensors are of type {other[0].__name__}"
-    if any(x.is_meta for x in tensors):
-        return "their tensors are on the meta device"
-    if transforms() or in_forward_mode():
-        return "they are in a transform of torch.func, or in forward mode"
-    if torch._C._is_tracing() or capturing(request.q.device):
-        return "torch.jit or a CUDA graph records them"
-    return ""
-
-
-def _over_ranks(sums: dict[str, _Sums], process_group: Any) -> dict[str, _Sums]:
+def _over_ranks(sums: dict[str, Tensor], process_group: Any) -> dict[str, Tensor]:
     """Return the statistics over all ranks: two all-reduces for the whole model."""
     distributed = torch.distributed
-    own = [(name, len(x.queries)) for name, x in sums.items()]
+    own = [(name, x.shape[1]) for name, x in sums.items()]
     layers: list[Any] = [None] * distributed.get_world_size(process_group)
     distributed.all_gather_object(layers, own, group=process_group)
     if any(of_rank != own for of_rank in layers):
@@ -405,13 +326,8 @@ def _over_ranks(sums: dict[str, _Sums], process_group: Any) -> dict[str, _Sums]:
         )
     if not sums:
         return sums
-    device = next(iter(sums.values())).queries.device
-    packed = [
-        torch.cat([x.to(device) for x in column]) for column in zip(*sums.values(), strict=True)
-    ]
-    largest, others = packed[0], torch.cat(packed[1:])
-    distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=process_group)
-    distributed.all_reduce(others, group=process_group)
-    heads = [count for _, count in own]
-    columns = (x.split(heads) for x in (largest, *others.chunk(4)))
-    return dict(zip(sums, map(_Sums, *columns), strict=True))
+    device = next(iter(sums.values())).device
+    total = torch.cat([x.to(device) for x in sums.values()], 1)
+    distributed.all_reduce(total[:1], distributed.ReduceOp.MAX, group=process_group)
+    distributed.all_reduce(total[1:], group=process_group)
+    return dict(zip(sums, total.split([heads for _, heads in own], 1), strict=True))
