@@ -28,7 +28,7 @@ class Startup:
         monkeypatch.setattr(sys.modules[type(driver).__module__], "_create_driver", self.create)
         monkeypatch.setattr(driver, "_active", None)
         monkeypatch.setattr(driver, "_default", None)
-        monkeypatch.setattr(triton_startup.cache, "triton_key", self.hash)
+        monkeypatch.setattr(triton_startup, "triton_hash", self.hash)
         start = triton_startup.start_triton.__wrapped__
         monkeypatch.setattr(triton_startup, "start_triton", lru_cache(maxsize=1)(start))
 

@@ -11,9 +11,7 @@ processes to which all of that applies skip the test. A failure is not recorded:
 tests again.
 """
 
-import json
 import math
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -30,9 +28,11 @@ from torch import Tensor
 from ..mods import causal, lower_mod
 from ..types import Captured, Coords, Spec
 from .base import Backend, Call
+from .records import Record
 
 _LENGTH, _WIDTH = 645, 128  # longer than what kernels for short rows take
 _TOLERANCE = 2.0**-6  # of a row; bfloat16 rounds by 2^-9
+_PASS = "right"
 
 _verdicts: dict[tuple[str, torch.device], str] = {}
 _lock = threading.Lock()
@@ -102,16 +102,16 @@ def _verdict(
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
-        record = _PassRecord(tested, device)
-        if record.exists():
+        record = _record_of_pass(tested, device)
+        if record is not None and record.read() == _PASS:
             return ""
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             if precompile is not None:
                 with suppress(Exception):  # the caller's call raises it
                     precompile()
             failures = differences(tested, trusted, device)
-        if not failures:
-            record.write()
+        if not failures and record is not None:
+            record.write(_PASS)
     except torch.OutOfMemoryError:
         raise  # the kernels may be right
     except Exception as error:  # noqa: BLE001  (any error of a compiler is a reason)
@@ -126,41 +126,19 @@ def _verdict(
     )
 
 
-class _PassRecord:
-    """A file that records that a backend passed on such a GPU, with all that this depends on. There
-    is none if the backend does not know its dependences (`SelfTested.proof`)."""
-
-    def __init__(self, tested: SelfTested, device: torch.device) -> None:
-        self.path: Path | None = None
-        proof = None
-        with suppress(Exception):  # without a proof the test runs
-            proof = tested.proof(device)
-        if proof is not None:
-            self.folder, facts = proof
-            source = sha256(Path(__file__).read_bytes()).hexdigest()
-            self.text = json.dumps(
-                {"right": tested.name, "PyTorch": torch.__version__, "check": source, **facts},
-                indent=1, sort_keys=True,
-            )  # fmt: skip
-            name = sha256(self.text.encode()).hexdigest()[:32]
-            self.path = self.folder / f"headway-checked-{name}.json"
-
-    def exists(self) -> bool:
-        """Return whether a pass is recorded with the very same dependences."""
-        try:
-            return self.path is not None and self.path.read_text() == self.text
-        except (OSError, ValueError):
-            return False
-
-    def write(self) -> None:
-        """Record a pass, if the folder is writable."""
-        if self.path is None:
-            return
-        temporary = self.path.with_suffix(f".{os.getpid()}.part")
-        with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self.text)
-            os.replace(temporary, self.path)
+def _record_of_pass(tested: SelfTested, device: torch.device) -> Record | None:
+    """Return the record of a pass on such a GPU, with all that this depends on; None for a backend
+    that does not know its dependences (`SelfTested.proof`)."""
+    proof = None
+    with suppress(Exception):  # without a proof the test runs
+        proof = tested.proof(device)
+    if proof is None:
+        return None
+    folder, facts = proof
+    source = sha256(Path(__file__).read_bytes()).hexdigest()
+    return Record(
+        folder, {"right": tested.name, "PyTorch": torch.__version__, "check": source, **facts}
+    )
 
 
 def differences(tested: Backend, trusted: Backend, device: torch.device) -> list[str]:

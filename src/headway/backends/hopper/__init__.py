@@ -160,9 +160,9 @@ def proof(device: torch.device) -> tuple[Path, dict[str, str]] | None:
     results depend on a GPU. Return None if the version of the driver is unknown."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
-    from triton.runtime import cache
 
     from ..gpu.runtime import kernel_cache
+    from ..gpu.runtime.triton_hash import triton_hash
     from ..gpu.runtime.triton_startup import wait_for_triton
 
     wait_for_triton()
@@ -178,7 +178,7 @@ def proof(device: torch.device) -> tuple[Path, dict[str, str]] | None:
         "card": f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count}",
         "driver": driver.read_text().strip(),
         "CUDA of PyTorch": str(torch.version.cuda),
-        "Triton": sha256(cache.triton_key().encode()).hexdigest(),
+        "Triton": sha256(triton_hash().encode()).hexdigest(),
         "assembler": make_backend(GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)).hash(),
         "options of Triton": repr(sorted(get_cache_invalidating_env_vars().items())),
         "sources": sources.hexdigest(),

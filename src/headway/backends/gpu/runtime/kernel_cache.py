@@ -39,6 +39,7 @@ from triton.runtime import cache
 from triton import knobs
 
 from . import compile_apart
+from .triton_hash import triton_hash
 
 _LOCK_TIMEOUT = 300.0  # seconds, after which the holder of a lock is taken to be stuck
 _SILENT_SECONDS = 1.0  # of a compilation, before a line on the terminal
@@ -298,13 +299,18 @@ def is_supported() -> bool:
 
 def _patched(key: Callable[..., str], entry: Callable[[str], Entry]) -> Callable[..., Any]:
     """Return Triton's `compile` with two functions of its module replaced."""
-    names = {**_COMPILE.__globals__, "get_cache_key": key, "get_cache_manager": entry}
-    code, defaults = _COMPILE.__code__, _COMPILE.__defaults__
-    return FunctionType(code, names, "compile", defaults, _COMPILE.__closure__)
+    return _with_globals(_COMPILE, get_cache_key=key, get_cache_manager=entry)
+
+
+def _with_globals(function: Any, **replaced: Any) -> Callable[..., Any]:
+    """Return a function that finds other objects under some names of its module."""
+    names, defaults = function.__globals__ | replaced, function.__defaults__
+    return FunctionType(function.__code__, names, function.__name__, defaults, function.__closure__)
 
 
 def _key(*args: Any, **options: Any) -> str:
-    return f"{compiler.get_cache_key(*args, **options)}-{_helper_hash()}"
+    key_of = _with_globals(compiler.get_cache_key, triton_key=triton_hash)
+    return f"{key_of(*args, **options)}-{_helper_hash()}"
 
 
 @lru_cache(maxsize=1)

@@ -1,17 +1,20 @@
 """Triton's start-up, half a second of a process, half of it beside the preparation of a first call.
 
-Triton hashes itself at its first use, 400 megabytes: the hash is part of every key of its cache, so
-no kernel is compiled before. It takes 0.3 to 0.6 s, here in a thread. A C compiler builds the
-module of Triton's driver meanwhile, 0.4 s with an empty cache (docs/lab/host.md, 2026-11-23).
+Triton hashes itself at its first use: the hash is part of every key of its cache, so no kernel is
+compiled before. That takes 0.3 to 0.6 s where it is not recorded (triton_hash.py), here in a
+thread. A C compiler builds the module of Triton's driver meanwhile, 0.4 s with an empty cache
+(docs/lab/host.md, 2026-11-23).
 """
 
 from contextlib import suppress
 from functools import lru_cache
 from threading import Thread
 
-from triton.runtime import cache, driver
+from triton.runtime import driver
 
 import triton
+
+from .triton_hash import triton_hash
 
 
 @lru_cache(maxsize=1)
@@ -36,5 +39,5 @@ def wait_for_triton() -> None:
 
 
 def _hash_triton() -> None:
-    with suppress(Exception):  # Triton tries again where it needs the hash
-        cache.triton_key()
+    with suppress(Exception):  # tried again where the hash is needed
+        triton_hash()

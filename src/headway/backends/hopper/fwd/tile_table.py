@@ -32,13 +32,19 @@ class TileTable:
             return schedule
         device = self.schedules.plan.device
         if self.cached is None or self.cached[0] is not schedule:
-            table = outside_capture(
-                device, lambda: tile_table(schedule, self.schedules.sub, *self.sizes)
-            )
+            table = outside_capture(device, lambda: self._table(schedule))
             self.cached = schedule, schedule._replace(order=table)
         schedule_with_table = self.cached[1]
         keep_alive(device, [schedule_with_table.order])
         return schedule_with_table
+
+    def _table(self, schedule: TileSchedule) -> Tensor:
+        """Make the table. On a GPU a process would load 20 of PyTorch's kernels for it, 0.2 s of a
+        first call; where one table is enough for all calls, it is made on the CPU."""
+        device = self.schedules.plan.device
+        if self.schedules.plan.constant_tiles:
+            schedule, _ = schedule.of([tensor.cpu() for tensor in schedule.tensors()])
+        return tile_table(schedule, self.schedules.sub, *self.sizes).to(device)
 
 
 def tile_table(schedule: TileSchedule, sub: int, kv_len: int, block: int, rows: int) -> Tensor:
