@@ -218,8 +218,9 @@ def grads_like(spec: str, q, k, v, sink, tensors, needs) -> list[Tensor]:
     """Return empty results of a backward."""
     parsed = Spec.parse(spec)
     acc = acc_dtype(q.dtype)
-    dtype = acc if parsed.partial else q.dtype
-    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
+    q_dtype, kv_dtype = parsed.grad_dtypes(q.dtype)
+    dtypes = (q, q_dtype), (k, kv_dtype), (v, kv_dtype)
+    grads = [x.new_empty(x.shape, dtype=dtype) for x, dtype in dtypes]
     grads += [] if sink is None else [q.new_empty(sink.shape, dtype=acc)]
     return grads + [
         q.new_empty(t.shape, dtype=acc)

@@ -12,7 +12,7 @@ from ...blocks import check_tiles
 from ...caches import LRUCache
 from ...errors import ArgumentError
 from ...operators import as_promised, call_of, grads_like, results_like
-from ...types import REPLICATED_KV, ExchangeSpec, Spec, acc_dtype, in_dtype
+from ...types import REPLICATED_KV, ExchangeSpec, Spec, in_dtype
 from ..groups import check_place, resolve_group
 from .comm_plan import SequenceShards, Transport, sequence_shards
 from .consistency import ConsistencyCheck
@@ -185,7 +185,4 @@ def backward(spec_text: str, *inputs: Any) -> list[Tensor]:
                 return [x.zero_() for x in grads_like(spec_text, q, k, v, sink, tensors, needs)]
             call = rank_call.with_shared_seed()
             grads = plan.backward(spec, call, transport, *results)
-    dtype = acc_dtype(call.q.dtype) if spec.partial else call.q.dtype
-    tensors = [in_dtype(grad, dtype) for grad in grads[:3]]
-    tensors += [grad for grad in (grads.sink, *grads.captured) if grad is not None]
-    return [grad.contiguous() for grad in tensors]
+    return [x.contiguous() for x in (*grads[:4], *grads.captured) if x is not None]

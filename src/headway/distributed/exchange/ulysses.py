@@ -111,7 +111,7 @@ class Ulysses(Plan):
         )
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
-        acc = acc_dtype(call.q.dtype)
+        acc, (q_dtype, kv_dtype) = acc_dtype(call.q.dtype), spec.grad_dtypes(call.q.dtype)
         spec = spec.replace(exact_kv=True)
         # The owner of a row knows its delta = rowsum(dout∘out) − dlse. With an out of 0, whose
         # product is 0, the gradient of lse that gives it is −delta. So out is not sent.
@@ -120,7 +120,8 @@ class Ulysses(Plan):
         q, k, v = self._to_heads(call)
         dout = self._all_to_all_heads(dout, self.q, self.q_heads)
         zero_out = dout.new_zeros(()).expand(dout.shape)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
+        dtypes = (q, q_dtype), (k, acc), (v, acc)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x, dtype in dtypes)
         dsink = None if call.sink is None else torch.zeros_like(call.sink, dtype=acc)
         dcaptured: list[list[Tensor | None]] = []
         for shard in self.shards:
@@ -129,7 +130,7 @@ class Ulysses(Plan):
                 spec, shard.call(call, q, k, v), transport, zero_out[:, shard.q],
                 stats[..., 0].contiguous(), dout[:, shard.q], -stats[..., 1], needs,
             )  # fmt: skip
-            dq[:, shard.q] = grads.q.to(acc)
+            dq[:, shard.q] = grads.q
             dk[:, shard.kv] += grads.k
             dv[:, shard.kv] += grads.v
             if dsink is not None and grads.sink is not None:
@@ -140,7 +141,8 @@ class Ulysses(Plan):
             for t, need in zip(call.captured.tensors, needs, strict=False)
         ]
         return Grads(
-            self._to_tokens(dq), self._reduce_kv(dk, call.k), self._reduce_kv(dv, call.v), dsink,
+            self._to_tokens(dq), self._reduce_kv(dk, call.k).to(kv_dtype),
+            self._reduce_kv(dv, call.v).to(kv_dtype), dsink,
             sum_captured_grads([zeros, *dcaptured]),
         )  # fmt: skip
 
