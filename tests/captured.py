@@ -13,7 +13,7 @@ from torch import Tensor
 
 import headway as hw
 from headway import backends
-from headway.compat.flash_sequences import Side, pack
+from headway.packed import Side, pack
 from headway.resolve import prepare
 from headway.types import Coords
 
@@ -103,12 +103,14 @@ def packed(q: int, kv: int, device: str) -> Captured:
     cu_q, cu_k = cuts(q), cuts(kv)
     of = _of(None, (cu_q, lambda: cuts(q)), (cu_k, lambda: cuts(kv)))
 
-    def spans() -> Any:
-        with mock.patch.object(Side, "check_lengths"):  # on a GPU nobody reads them
-            sides = Side("q", q, cu_q, None), Side("k", kv, cu_k, None)
-            return pack(*sides, cu_q.device, (30, 0), 0).mask
+    def mask() -> Any:
+        with mock.patch.object(Side, "check_numbers"):  # on a GPU nobody reads them
+            sides = (
+                Side(*of) for of in (("q", q, cu_q.device, cu_q), ("k", kv, cu_k.device, cu_k))
+            )
+            return pack(*sides).aligned().mask(hw.causal() & ~hw.causal(-31))
 
-    return of._replace(mask=spans, made_by_call=True)
+    return of._replace(mask=mask, made_by_call=True)
 
 
 MASKS = (padding, causal_padding, documents, window, number, either, positions, packed)

@@ -180,7 +180,7 @@ def _of_nested(request: Request) -> tuple["Packing", Request]:
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not (isinstance(x, Tensor) and x.is_nested and _is_jagged(x)):
             raise ArgumentError(
-                f"{name} is {shown(x) if isinstance(x, Tensor) else type(x).__name__}, but not all "
+                f"{name} is {_kind(x)}, but not all "
                 "of q, k and v: pass all three with layout=torch.jagged, or none"
             )
         if x.dim() != 4 or x._ragged_idx != 2:  # type: ignore[attr-defined]
@@ -196,14 +196,12 @@ def _of_nested(request: Request) -> tuple["Packing", Request]:
         raise ArgumentError(
             f"batch sizes differ: q has {q.shape[0]} sequences, k and v have {k.shape[0]}"
         )
-    starts, lengths = q.offsets(), q.lengths()
-    if k.offsets() is starts and k.lengths() is lengths:
-        kv_starts, kv_lengths = None, None
-    else:
-        kv_starts, kv_lengths = k.offsets(), k.lengths()
+    sides = [
+        Side(name, x.values().shape[1], x.device, x.offsets(), x.lengths(), names=_OF_NESTED)
+        for name, x in (("q", q), ("k", k))
+    ]
     q, k, v = (x.values()[None] for x in (q, k, v))
-    packing = _packing(q.shape[2], k.shape[2], starts, lengths, kv_starts, kv_lengths)
-    return packing, request._replace(q=q, k=k, v=v)
+    return pack(*sides), request._replace(q=q, k=k, v=v)
 
 
 def _check_same_offsets(k: Any, v: Any) -> None:
@@ -226,17 +224,146 @@ def _check_same_offsets(k: Any, v: Any) -> None:
 # -- packings -------------------------------------------------------------------------------------
 
 
+class Names(NamedTuple):
+    """A caller's names of the arguments of a side, whose own name fills the braces."""
+
+    starts: str = "cu_{}"
+    lengths: str = "seqused_{}"
+    longest: str = "max_{}"
+
+
+_OF_NESTED = Names("offsets of {}", "lengths of {}")
+
+
+class Side(NamedTuple):
+    """The sequences of the queries, or of the keys, in a row of tokens.
+
+    They begin at `starts`, or every one fills one of `rows`. `lengths` says how many tokens of each
+    there are; without it, all up to where the next one begins.
+    """
+
+    name: str  # "q" or "k"
+    tokens: int
+    device: torch.device
+    starts: Any  # (sequences + 1,)
+    lengths: Any = None  # (sequences,)
+    longest: int | None = None  # no sequence is longer, as the caller says
+    rows: int | None = None  # in place of starts
+    names: Names = Names()
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+        return self.starts.shape[0] - 1 if self.rows is None else self.rows
+
+    @property
+    def row(self) -> int:
+        """The tokens of each of `rows`."""
+        return self.tokens // max(self.rows or 0, 1)
+
+    def checked(self) -> "Side":
+        """Return this side, if the kinds, shapes and devices of its tensors are right."""
+        if self.rows is None:
+            self._check(self.names.starts, self.starts, None)
+        if self.lengths is not None:
+            self._check(self.names.lengths, self.lengths, self.sequences)
+        return self
+
+    def _check(self, template: str, x: Any, size: int | None) -> None:
+        name = template.format(self.name)
+        fits = isinstance(x, Tensor) and x.dim() == 1 and x.dtype in (torch.int32, torch.int64)
+        if not fits or (x.shape[0] < 1 if size is None else x.shape[0] != size):
+            axes = "(sequences + 1,) that rises from 0" if size is None else f"({size},)"
+            raise ArgumentError(f"{name} must be an int32 or int64 tensor {axes}, got {_kind(x)}")
+        if x.device != self.device:
+            raise ArgumentError(
+                f"{name} is on {x.device}, {self.name} on {self.device}; keep it there: a copy "
+                "waits for the device"
+            )
+
+    def check_numbers(self) -> None:
+        """Check the numbers on the CPU; those on other devices are not read."""
+        if self.device.type != "cpu":
+            return
+        counts, room = [], [self.row] * self.sequences
+        if self.rows is None:
+            offsets = self.starts.tolist()
+            counts = room = [end - start for start, end in pairwise(offsets)]
+            first_fits = offsets[0] == 0 or (offsets[0] > 0 and self.lengths is not None)
+            if not first_fits or offsets[-1] > self.tokens or min(room, default=0) < 0:
+                raise ArgumentError(
+                    f"{self.names.starts.format(self.name)} must rise from 0 to at most "
+                    f"{self.tokens}, the number of tokens of {self.name}, got "
+                    f"{offsets if len(offsets) < 12 else (*offsets[:4], '...', *offsets[-4:])}"
+                )
+        if self.lengths is not None:
+            counts = self.lengths.tolist()
+            for n, (count, most) in enumerate(zip(counts, room, strict=True)):
+                if not 0 <= count <= most:
+                    raise ArgumentError(
+                        f"{self.names.lengths.format(self.name)}[{n}] = {count}, but that sequence "
+                        f"has room for {most}"
+                    )
+        if self.longest is not None and max(counts, default=0) > self.longest:
+            raise ArgumentError(
+                f"{self.names.longest.format(self.name)}={self.longest}, but the longest sequence "
+                f"of {self.name} has {max(counts)} tokens"
+            )
+
+    def lies_as(self, side: "Side") -> bool:
+        """Return whether the tokens of both have the same places in the same sequences."""
+        same = self.starts is side.starts and self.lengths is side.lengths
+        return same and (self.tokens, self.rows) == (side.tokens, side.rows)
+
+    def starts_and_counts(self) -> tuple[Tensor, Tensor]:
+        """Return where every sequence begins, and where the last one ends, int64
+        `(sequences + 1,)`, and how many tokens of each are there."""
+        if self.rows is None:
+            starts = self.starts.long()
+        else:
+            starts = torch.arange(self.rows + 1, device=self.device) * self.row
+        counts = starts.diff()
+        return starts, counts if self.lengths is None else counts.minimum(self.lengths.long())
+
+    def places_of_tokens(self, outside: int) -> tuple[Tensor, Tensor]:
+        """Return the sequence of every token, `outside` for none, and its position there, int32."""
+        starts, counts = self.starts_and_counts()
+        ends = torch.cat([starts[:-1] + counts, starts[-1:]])  # none is in one after the last
+        token = torch.arange(self.tokens, device=self.device)
+        ids = torch.searchsorted(starts, token, right=True) - 1
+        sequence = ids.clamp_min(0)
+        inside = (ids >= 0) & (token < ends[sequence])
+        return torch.where(inside, ids, outside).int(), (token - starts[sequence]).int()
+
+
 class Packing(NamedTuple):
-    """The sequences of packed tokens: fields of `PackedMask`, and how many there are."""
+    """The sequences of packed tokens: fields of `PackedMask`, and how many there are.
+
+    - `aligned_pos`: where a query stands among the keys of its sequence, whose last query meets the
+      last key.
+    """
 
     ids: Tensor
     kv_ids: Tensor
     pos: Tensor
     kv_pos: Tensor | None
     sequences: int
+    aligned_pos: Tensor
+
+    def aligned(self) -> "Packing":
+        """Return the packing in which q_idx is where the query stands among the keys."""
+        return self._replace(pos=self.aligned_pos)
+
+    def mask(self, mask: MaskFn | None) -> PackedMask:
+        """Return a mask of the packed row from that of every sequence."""
+        return PackedMask(*self[:4], mask)
+
+    def score(self, score: ScoreFn | None) -> PackedScore | None:
+        """Return a score of the packed row from that of every sequence."""
+        return None if score is None else PackedScore(*self[:4], score)
 
     def request(self, request: Request) -> Request:
-        """Return the request for the packed tokens with its score and mask told the sequences."""
+        """Return the request for the packed tokens, whose score and mask read the sequences."""
         score, mask = request.score, request.mask
         if isinstance(mask, BlockMask):
             raise ArgumentError(
@@ -246,10 +373,7 @@ class Packing(NamedTuple):
             if mod is not None:
                 check_function(kind, mod, None)
                 check_sizes(mod, self.sequences, request.q.shape[1], None, None)
-        return request._replace(
-            score=None if score is None else PackedScore(*self[:4], score),
-            mask=PackedMask(*self[:4], mask),
-        )
+        return request._replace(score=self.score(score), mask=self.mask(mask))
 
 
 def _packing_of(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> Packing:
@@ -261,122 +385,66 @@ def _packing_of(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k:
         ("v", v, axes_of_keys),
     ):
         if not isinstance(x, Tensor) or x.dim() != 3 or x.is_nested:
-            got = shown(x) if isinstance(x, Tensor) else type(x).__name__
-            raise ArgumentError(f"{name} must be {axes}, got {got}")
-    check_offsets("cu_q", cu_q, q)
-    max_q = count_of("max_q", max_q)
-    if cu_k is None:
-        if q.shape[0] != k.shape[0]:
-            raise ArgumentError(
-                f"q has {q.shape[0]} tokens, k {k.shape[0]}: pass the offsets of the keys, cu_k"
-            )
-    else:
-        check_offsets("cu_k", cu_k, q)
-        if cu_q.shape != cu_k.shape:
-            raise ArgumentError(
-                f"cu_q {tuple(cu_q.shape)} and cu_k {tuple(cu_k.shape)} count different numbers of "
-                "sequences"
-            )
+            raise ArgumentError(f"{name} must be {axes}, got {_kind(x)}")
+    longest = count_of("max_q", max_q)
+    q_side = Side("q", q.shape[0], q.device, cu_q, longest=longest).checked()
+    if cu_k is None and q.shape[0] != k.shape[0]:
+        raise ArgumentError(
+            f"q has {q.shape[0]} tokens, k {k.shape[0]}: pass the offsets of the keys, cu_k"
+        )
     if max_k is None and cu_k is not None:
         raise ArgumentError("cu_k needs max_k: the most keys of a sequence")
-    max_k = max_q if max_k is None else count_of("max_k", max_k)
-    return _packing(q.shape[0], k.shape[0], cu_q, None, cu_k, None, (max_q, max_k))
-
-
-def check_offsets(name: str, offsets: Any, q: Tensor) -> None:
-    """Check that cumulative lengths are integers `(sequences + 1,)` on q's device."""
-    if (
-        not isinstance(offsets, Tensor)
-        or offsets.dim() != 1
-        or offsets.shape[0] < 1
-        or offsets.dtype not in (torch.int32, torch.int64)
-    ):
-        got = shown(offsets) if isinstance(offsets, Tensor) else type(offsets).__name__
-        raise ArgumentError(
-            f"{name} must be an int32 or int64 tensor (sequences + 1,) that rises from 0, got {got}"
-        )
-    if offsets.device != q.device:
-        raise ArgumentError(
-            f"{name} is on {offsets.device}, q on {q.device}; keep it there: a copy waits for the "
-            "device"
-        )
+    longest = longest if max_k is None else count_of("max_k", max_k)
+    starts = cu_q if cu_k is None else cu_k
+    return pack(q_side, Side("k", k.shape[0], q.device, starts, longest=longest).checked())
 
 
 _packings: TensorCache[Packing] = TensorCache(64, stamp_of_numbers)
 
 
-def _packing(
-    q_tokens: int, kv_tokens: int, starts: Tensor, lengths: Tensor | None,
-    kv_starts: Tensor | None, kv_lengths: Tensor | None, longest: tuple[int, int] | None = None,
-) -> Packing:  # fmt: skip
-    """Return the packing of sequences that begin at `starts`, from a cache.
-
-    - `starts`: `(sequences + 1,)`; without `lengths` every sequence ends where the next begins.
-    - `kv_starts`: None if keys are packed as queries are.
-    - `longest`: the most queries and keys of a sequence.
-    """
-
-    def new_packing() -> Packing:
-        ids, pos = places_of_tokens(q_tokens, starts, lengths, outside=-1)
-        if kv_starts is None:
-            kv_ids, kv_pos = torch.where(ids < 0, -2, ids), None
-        else:
-            kv_ids, kv_pos = places_of_tokens(kv_tokens, kv_starts, kv_lengths, outside=-2)
-        return Packing(ids, kv_ids, pos, kv_pos, starts.shape[0] - 1)
-
-    tensors = [x for x in (starts, lengths, kv_starts, kv_lengths) if x is not None]
+def pack(q: Side, k: Side) -> Packing:
+    """Return the packing of sequences, from a cache."""
+    if q.sequences != k.sequences:
+        raise ArgumentError(
+            f"q has {q.sequences} sequences and k {k.sequences}: their offsets, lengths or rows "
+            "count different numbers of sequences"
+        )
+    tensors = [x for side in (q, k) for x in (side.starts, side.lengths) if x is not None]
     if is_compiling() or transforms() or not all(map(host_can_read, tensors)) or modes() > 0:
-        return new_packing()
+        return _new_packing(q, k)
 
     def checked_packing() -> Packing:
-        _check_lengths("q", starts, lengths, q_tokens, longest and longest[0])
-        of_keys = (starts, lengths) if kv_starts is None else (kv_starts, kv_lengths)
-        _check_lengths("k", *of_keys, kv_tokens, longest and longest[1])
+        q.check_numbers()
+        k.check_numbers()
         with torch.inference_mode(False):  # fit to be saved for a backward, and to be cached
-            return new_packing()
+            return _new_packing(q, k)
 
-    key = q_tokens, kv_tokens, longest, lengths is None, kv_starts is None, kv_lengths is None
+    if not tensors:
+        return checked_packing()
+    key = tuple((x.tokens, x.rows, x.longest, x.lengths is None) for x in (q, k))
     return _packings.of(tensors, key, checked_packing)
 
 
 modes = torch._C._len_torch_dispatch_stack
 
 
-def places_of_tokens(
-    tokens: int, starts: Tensor, lengths: Tensor | None, outside: int
-) -> tuple[Tensor, Tensor]:
-    """Return the sequence of every token, `outside` for none, and its position there, int32."""
-    starts = starts.long()
-    ends = starts[1:] if lengths is None else starts[:-1] + lengths.long()
-    ends = torch.cat([ends, starts[-1:]])  # no token is in a sequence after the last
-    token = torch.arange(tokens, device=starts.device)
-    ids = torch.searchsorted(starts, token, right=True) - 1
-    sequence = ids.clamp_min(0)
-    inside = (ids >= 0) & (token < ends[sequence])
-    pos = (token - starts[sequence]).int()
-    return torch.where(inside, ids, outside).int(), pos
+def _new_packing(q: Side, k: Side) -> Packing:
+    ids, pos = q.places_of_tokens(outside=-1)
+    if k.lies_as(q):
+        return Packing(ids, torch.where(ids < 0, -2, ids), pos, None, q.sequences, pos)
+    kv_ids, kv_pos = k.places_of_tokens(outside=-2)
+    more_keys = k.starts_and_counts()[1] - q.starts_and_counts()[1]
+    of_none = more_keys.new_zeros(1)  # at -1
+    aligned_pos = pos + torch.cat([more_keys, of_none])[ids].int()
+    return Packing(ids, kv_ids, pos, kv_pos, q.sequences, aligned_pos)
 
 
-def _check_lengths(
-    name: str, starts: Tensor, lengths: Tensor | None, tokens: int, longest: int | None
-) -> None:
-    """Check offsets on the CPU; those on other devices are not read. `longest`: None if nested."""
-    if not starts.is_cpu:
-        return
-    offsets = starts.tolist()
-    ends = offsets[1:]
-    if lengths is not None:
-        ends = [n + length for n, length in zip(offsets, lengths.tolist(), strict=False)]
-    counts = [end - start for start, end in zip(offsets, ends, strict=False)]
-    rises = all(a <= b for a, b in pairwise(offsets))
-    first_fits = offsets[0] >= 0 if longest is None else offsets[0] == 0
-    if not (rises and first_fits and offsets[-1] <= tokens and min(counts, default=0) >= 0):
-        raise ArgumentError(
-            f"{'offsets of ' if longest is None else 'cu_'}{name} must rise from 0 to at most "
-            f"{tokens}, the number of its tokens, got "
-            f"{offsets if len(offsets) < 12 else (*offsets[:4], '...', *offsets[-4:])}"
-        )
-    if longest is not None and max(counts, default=0) > longest:
-        raise ArgumentError(
-            f"max_{name}={longest}, but the longest sequence of {name} has {max(counts)} tokens"
-        )
+def sequence_of_tokens(starts: Tensor, tokens: int) -> Tensor:
+    """Return the sequence of every token; those after the last sequence count as its."""
+    token = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
+    last = starts.shape[0] - 2
+    return (torch.searchsorted(starts, token, right=True) - 1).clamp(0, last)
+
+
+def _kind(x: Any) -> str:
+    return shown(x) if isinstance(x, Tensor) else type(x).__name__

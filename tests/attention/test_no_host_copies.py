@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import headway as hw
 from headway import inference
+from headway.compat import flash3, flash4
 from headway.compat.flash import flash_attn_varlen_func
 from headway.compat.torch_varlen import varlen_attn_with_stats
 
@@ -83,8 +84,42 @@ def torch_varlen():
     ).lse.sum().backward()
 
 
+def jagged():
+    q, k, v, cu_q, cu_k = packed()
+    rows = [
+        torch.nested.nested_tensor_from_jagged(x.transpose(0, 1), cu, jagged_dim=2)
+        for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
+    ]
+    stats = hw.attention_with_stats(*rows, hw.softcap(3.0), hw.causal())
+    (stats.out.values().sum() + stats.lse.values().sum()).backward()
+
+
+def flash_3_and_4():
+    """Packed, in padded rows and in pages, used in part, with functions of a sequence's places."""
+    q, k, v, cu_q, cu_k = packed()
+    padded = [x.unflatten(0, (4, 5)) for x in (q, k, v)]
+    scale = torch.ones(3, 2, device="meta")
+    flash3.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 9, 9, ints(3), ints(3), causal=True, attention_chunk=4,
+        q_descale=scale,
+    ).sum().backward()  # fmt: skip
+    flash4.flash_attn_varlen_func(
+        *padded, seqused_k=ints(4), score_mod=lambda s, b, h, i, j: s + b - i,
+        mask_mod=lambda b, h, i, j: (i + j + b) % 3 != 0,
+    )[0].sum().backward()  # fmt: skip
+    for trained in (True, False):
+        options = {"cu_seqlens_q": cu_q, "page_table": ints(3, 2), "seqused_k": ints(3)}
+        with torch.set_grad_enabled(trained):
+            flash4.flash_attn_varlen_func(q, *padded[1:], **options, causal=True)
+    lse = torch.zeros(2, 20, 4, device="meta")
+    flash4.flash_attn_combine(torch.stack([q, q]), lse, cu_seqlens=cu_q, seqused=ints(3))
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device="meta")
+
+
 def decode():
-    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32, device="meta")
     k, v = (torch.zeros(5, 2, 8, 16, device="meta", dtype=torch.bfloat16) for _ in range(2))
     q = torch.zeros(1, 4, 7, 16, device="meta", dtype=torch.bfloat16)
     new = torch.zeros(7, 2, 16, device="meta")
@@ -98,7 +133,7 @@ def decode():
 
 
 @pytest.mark.parametrize("mode", [NoHostCopies, nullcontext])
-@pytest.mark.parametrize("call", [varlen, flash, torch_varlen, decode])
+@pytest.mark.parametrize("call", [varlen, jagged, flash, flash_3_and_4, torch_varlen, decode])
 def test_nothing_is_copied_to_the_host(call, mode):
     """A mode makes every call one of operators, and no mode those that are found in caches."""
     with mode():

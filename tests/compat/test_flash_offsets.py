@@ -9,12 +9,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import headway as hw
-from headway import caches
-from headway.compat import flash, flash_sequences
+from headway import caches, packed
+from headway.compat import flash
 
 TOTAL = 270  # more than one tile
 
@@ -110,35 +111,35 @@ def test_offsets_made_in_inference_mode_train(mode):
 @pytest.mark.parametrize("one", [True, False], ids=["one tensor", "two"])
 def test_nothing_is_kept_of_offsets_that_are_gone(one):
     q = torch.zeros(TOTAL, 1, 1)
-    before = len(flash_sequences._known)
+    before = len(packed._packings)
     gone = []
     for _ in range(6):
         cu_q = torch.tensor(cuts(), dtype=torch.int32)
         cu_k = cu_q if one else cu_q.clone()
         call(q, cu_q, cu_k, (3, 0))
         gone += weakref.ref(cu_q), weakref.ref(cu_k)
-        gone.append(weakref.ref(flash_sequences._known.values()[-1][2].mask.first))
+        gone.append(weakref.ref(packed._packings.values()[-1][2].ids))
     del cu_q, cu_k
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
-    assert len(flash_sequences._known) <= before
+    assert len(packed._packings) <= before
 
 
 def test_of_a_buffer_one_version_is_kept():
     q, offsets = torch.zeros(TOTAL, 1, 1), torch.tensor(cuts(), dtype=torch.int32)
     call(q, offsets, offsets)
-    before = len(flash_sequences._known)
+    before = len(packed._packings)
     for _ in range(6):
         offsets.copy_(torch.tensor(cuts()))
         call(q, offsets, offsets)
-    assert len(flash_sequences._known) == before
+    assert len(packed._packings) == before
 
 
 def test_refusals_are_those_of_what_is_written_now():
     q, offsets = torch.randn(5, 1, 8), torch.tensor([0, 3, 5], dtype=torch.int32)
     go = lambda most: flash.flash_attn_varlen_func(q, q, q, offsets, offsets, most, most)
     go(3)
-    with pytest.raises(RuntimeError, match="max_seqlen_q=2, but the longest sequence has 3"):
+    with pytest.raises(RuntimeError, match="max_seqlen_q=2, but the longest sequence of q has 3"):
         go(2)
     go(torch.tensor(3))
     offsets[2] = 6
@@ -167,33 +168,43 @@ class Readers(TorchDispatchMode):
 def test_a_capture_finds_and_leaves_nothing():
     """All that a captured call makes of offsets is made by operators in the graph, from them."""
     q, offsets = torch.randn(TOTAL, 2, 8), torch.tensor(cuts(), dtype=torch.int32)
-    sides = [flash_sequences.Side(x, TOTAL, offsets, None, longest=TOTAL) for x in "qk"]
-    spans = lambda: flash_sequences.pack(*sides, offsets.device, (None, 0), 0)
+    sides = [packed.Side(x, TOTAL, q.device, offsets, longest=TOTAL) for x in "qk"]
+    packing = lambda: packed.pack(*sides)
     call(q, offsets, offsets)
-    known, known_size = spans(), len(flash_sequences._known)
-    assert spans() is known
-    with mock.patch.object(flash_sequences.Side, "check_lengths"), Readers(offsets) as plain:
-        spans()
+    known, known_size = packing(), len(packed._packings)
+    assert packing() is known
     with (
         mock.patch.object(caches, "capturing", return_value=True),
-        mock.patch.object(flash_sequences.Side, "check_lengths"),  # on a GPU nobody reads them
+        mock.patch.object(packed.Side, "check_numbers"),  # on a GPU nobody reads them
     ):
         counts, made = [], []
         for _ in range(2):
+            made.append(packing())
             with Readers(offsets) as readers:
-                made.append(spans())
+                made.append(packing())
             counts.append(readers.count)
-    assert counts[0] == counts[1] > plain.count
-    tensors = [t for x in made for t in (x.mask.first, x.mask.last, x.diagonal)]
-    assert len({t.data_ptr() for t in tensors}) == 6
-    assert len(flash_sequences._known) == known_size
-    assert spans() is known
+    assert counts[0] == counts[1] > 0
+    tensors = [t for x in made for t in (x.ids, x.kv_ids, x.pos)]
+    assert len({t.data_ptr() for t in tensors}) == 12
+    assert len(packed._packings) == known_size
+    assert packing() is known
+
+
+def test_a_trace_reads_offsets():
+    """What a call before it has made of the same offsets is no constant of the program."""
+    q, offsets = torch.randn(TOTAL, 2, 8), torch.tensor(cuts(), dtype=torch.int32)
+    windowed = lambda q, cu: call(q, cu, cu, (40, 0))
+    windowed(q, offsets)
+    program = make_fx(windowed)(q, offsets)
+    for _ in range(2):
+        torch.testing.assert_close(program(q, offsets), windowed(q, offsets))
+        offsets = torch.tensor(cuts(), dtype=torch.int32)
 
 
 def test_clearing_the_caches_forgets_offsets():
     """As after a write on a GPU that no counter tells of."""
     q, offsets = torch.randn(TOTAL, 2, 8), torch.tensor(cuts(), dtype=torch.int32)
     call(q, offsets, offsets)
-    assert len(flash_sequences._known)
+    assert len(packed._packings)
     hw.clear_block_cache()
-    assert not len(flash_sequences._known)
+    assert not len(packed._packings)

@@ -73,6 +73,24 @@ def test_compiled(target, case):
     assert {*ran} == {"infer"}
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_packed_calls_with_few_queries(aligned):
+    """One query or a few of every sequence over packed keys: no cache, and its kernel all the same.
+    Nothing is there of tokens of no sequence."""
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1, 4], [0, 70, 80, 200]))
+    q, k, v = (torch.randn(n, h, 16).bfloat16() for n, h in ((5, 4), (203, 2), (203, 2)))
+    more = cu_k.diff() - cu_q.diff()
+    mask = (lambda b, h, i, j: j <= i + more[b]) if aligned else None
+    call = lambda backend, *x: hw.varlen_attention_with_stats(
+        *x, mask=mask, cu_q=cu_q, cu_k=cu_k, max_q=3, max_k=120, backend=backend
+    )
+    right = call("reference", *(x.double() for x in (q, k, v)))
+    with emulating("sm_90", backend) as ran:
+        made = call("triton", q, k, v)
+    assert {*ran} == {"infer"}
+    assert kernel.off(made, right) < 0.01
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])  # one encodes float8, one has instructions
 def test_writes_to_slots(target):
     with emulating(target, backend) as ran:

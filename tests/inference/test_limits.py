@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import headway as hw
-from headway.backends.gpu.codegen.limits import is_range
+from headway.backends.gpu.codegen.limits import is_packed, is_range
 from headway.mods import lower_mod
+from headway.packed import Side, pack
 
 N = torch.tensor([3, 9])
 WINDOW = hw.causal() & hw.sliding_window(4)
@@ -38,3 +39,13 @@ def test_ranges(mask):
 )  # fmt: skip
 def test_others(mask):
     assert not is_range(text(mask))
+
+
+@pytest.mark.parametrize("mask", [None, hw.causal(), WINDOW, hw.causal() & ~hw.causal(-3)])
+def test_packed(mask):
+    """Every key of packed sequences is some query's; of a document of the row it may be no one's."""
+    device, offsets = torch.device("cpu"), torch.tensor([0, 3, 12])
+    q, k = Side("q", 12, device, offsets), Side("k", 12, device, offsets.clone())
+    for packing in (pack(q, q), pack(q, k), pack(q, k).aligned()):
+        assert is_packed(text(packing.mask(mask)))
+    assert not is_packed(text(hw.document(torch.arange(12) // 5)))

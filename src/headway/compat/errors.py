@@ -1,5 +1,8 @@
 """Errors of the drop-ins: ours, and of the type that the original raises as well."""
 
+from collections.abc import Callable
+from typing import Any
+
 from ..errors import ArgumentError, BackendRefused, ModError
 
 
@@ -26,3 +29,11 @@ class CallModError(ModError, RuntimeError, AssertionError):
 class NotSupported(BackendRefused):
     """An error for calls that the original refuses with a `NotImplementedError`, or that only it
     supports."""
+
+
+def as_call_error(check: Callable, *arguments: Any, **options: Any) -> Any:
+    """Return what a function returns; what it refuses is a `CallError`."""
+    try:
+        return check(*arguments, **options)
+    except ArgumentError as error:
+        raise CallError(str(error)) from None

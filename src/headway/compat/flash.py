@@ -138,7 +138,9 @@ def flash_attn_varlen_func(
 
     - `q`, `k`, `v`: `(total_q, hq, d)`, `(total_k, hk, d)` and `(total_k, hk, dv)`, no padding.
     - `cu_seqlens_q`, `cu_seqlens_k`: int `(sequences + 1,)`, from 0 to at most the totals. You may
-      write to them between replays of a CUDA graph, whose calls visit every tile.
+      write to them between replays of a CUDA graph, whose calls visit every tile that other offsets
+      may need. Where keys are packed as queries are, pass one tensor for both: kernels then read
+      plain positions.
     - `max_seqlen_q`, `max_seqlen_k`: the longest sequence. They are not needed, but checked on the
       CPU.
     - `block_table`: int32 `(sequences, max_pages)`. k and v are then pages, `(pages, page, hk, ·)`,

@@ -9,14 +9,13 @@ from ..errors import ArgumentError, ModError
 from ..mods import Mask
 from ..mods import causal as lower_right
 from ..mods.base import MaskFn, Not, composition, intersection, value
-from ..mods.library.packed import PackedMask, PackedScore
+from ..packed import Names, Side, pack, sequence_of_tokens
 from ..run import run, run_out
 from ..types import Request
-from .errors import CallError, CallModError, NotSupported
+from .errors import CallError, CallModError, NotSupported, as_call_error
 from .flash_parts import FlashOptions, heads_swapped, score_of, shown
-from .flash_sequences import Side, SideNames, pack
 
-_NAMES = SideNames()
+_NAMES = Names("cu_seqlens_{}", "seqused_{}", "max_seqlen_{}")
 
 
 class Results(NamedTuple):
@@ -59,18 +58,13 @@ def attend_sequences(
         raise NotSupported(
             "block_sparse_tensors of packed or partly used sequences; pass their mask as mask_mod"
         )
-    packed = pack(
-        q_side, k_side, q.device, options.limits, options.chunk,
-        placed=options.score is not None or options.mask is not None,
-    )  # fmt: skip
-    score: Any = score_of(
-        options.softcap, options.slopes, packed.diagonal, q_side.sequences, q.shape[-2], packed.ids
-    )
-    mask: Any = packed.mask
-    if options.score is not None:
-        score = composition(score, PackedScore(*packed.places, options.score))  # type: ignore[not-iterable]
-    if options.mask is not None:
-        mask = intersection(mask, PackedMask(*packed.places, options.mask))  # type: ignore[not-iterable]
+    packing = as_call_error(pack, q_side, k_side)
+    aligned = packing.aligned()
+    score = score_of(options.softcap, options.slopes, 0, q_side.sequences, q.shape[-2])
+    score = composition(aligned.score(score), packing.score(options.score))
+    mask = aligned.mask(_within(options, 0))
+    if options.mask is not None:  # in place of limits
+        mask = packing.mask(options.mask)
     rows = q.shape[:-2]
     in_one_row = lambda x: x.flatten(0, -3)[None]
     out, lse, max_logit = _run(in_one_row(q), in_one_row(k), in_one_row(v), score, mask, options)
@@ -81,23 +75,20 @@ def attend_sequences(
 
 
 def side_of(
-    name: str, x: Tensor, cu: Any, used: Any, longest: Any = None, names: SideNames = _NAMES
+    name: str, x: Tensor, cu: Any, used: Any, longest: Any = None, names: Names = _NAMES
 ) -> Side:
     """Return where the sequences of q or k lie: packed `(tokens, heads, width)`, or in rows."""
     packed = x.dim() == 3
-    if cu is not None and not (isinstance(cu, Tensor) and cu.dim() == 1 and cu.shape[0] > 1):
-        raise CallError(
-            f"{names.offsets}_{name} must be an int tensor (sequences + 1,), got {shown(cu)}"
-        )
     if (cu is None) == packed:
         raise CallError(
             f"{name} is {tuple(x.shape)}: packed, (tokens, heads, width), goes with "
-            f"{names.offsets}_{name}, and (batch, length, heads, width) without"
+            f"{names.starts.format(name)}, and (batch, length, heads, width) without"
         )
     if longest is not None and not torch.compiler.is_compiling():
         longest = int(longest)
-    rows, row = (0, 0) if packed else x.shape[:2]
-    return Side(name, x.shape[0] if packed else rows * row, cu, used, rows, row, longest, names)
+    tokens, rows = (x.shape[0], None) if packed else (x.shape[0] * x.shape[1], x.shape[0])
+    side = Side(name, tokens, x.device, cu, used, longest, rows, names)
+    return as_call_error(side.checked)
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,7 +137,11 @@ def descaled(
                 raise CallError(f"{name}_descale must be ({rows}, {hk}), got {shown(scale)}")
             of_heads = scale.repeat_interleave(x.shape[-2] // hk, 1)  # (rows, heads)
             packed = side is not None and x.dim() == 3
-            of_tokens = of_heads[side.rows_of_tokens(x.device)] if packed else of_heads[:, None]
+            of_tokens = (
+                of_heads[sequence_of_tokens(side.starts, side.tokens)]
+                if packed
+                else of_heads[:, None]
+            )
             product = product * of_tokens[..., None]
         scaled.append(product)
     return tuple(scaled)  # type: ignore[return-value]

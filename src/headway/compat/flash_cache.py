@@ -11,7 +11,8 @@ from ..mods import Mask
 from ..mods import causal as lower_right
 from ..mods.base import intersection, value
 from ..nn.rotary import Angles, Rotary
-from .errors import CallError, NotSupported
+from ..packed import sequence_of_tokens
+from .errors import CallError, NotSupported, as_call_error
 from .flash_attend import Results, in_dtype_of, same_chunk, side_of, widened
 from .flash_parts import (
     FLASH_2,
@@ -261,13 +262,10 @@ def flash_attn_combine(
 def _tokens_there(lse: Tensor, cu: Tensor | None, used: Tensor | None) -> Tensor:
     """Return which tokens sequences have, in the shape of lse without heads."""
     side = side_of("q", lse[..., None], cu, used)
-    side.check(lse.device)
     if not torch.compiler.is_compiling():
-        side.check_lengths()
-    starts, counts = side.starts_and_counts(lse.device)
-    row = side.rows_of_tokens(lse.device)
-    token = torch.arange(side.tokens, device=lse.device)
-    return (token - starts[row] < counts[row]).view(lse.shape[:-1])
+        as_call_error(side.check_numbers)
+    ids, _ = side.places_of_tokens(outside=-1)
+    return (ids >= 0).view(lse.shape[:-1])
 
 
 def _check_order(order: Tensor, cu: Tensor | None, lse: Tensor) -> None:
@@ -295,7 +293,7 @@ class _Turn:
             at = torch.arange(x.shape[1], device=x.device) * moving + base[:, None]
         else:
             token = torch.arange(x.shape[0], device=x.device)
-            row = _row_of(cu, token)
+            row = sequence_of_tokens(cu, len(token))
             at = torch.where(token < cu[-1], (token - cu[row]) * moving + base[row], 0)[None]
             x = x[None]
         if at.is_cpu and not torch.compiler.is_compiling():
@@ -315,12 +313,6 @@ class _Turn:
             )
 
 
-def _row_of(cu: Tensor, token: Tensor) -> Tensor:
-    """Return the row of every packed token; those after the last row count as the last one's."""
-    row = torch.searchsorted(cu, token.to(cu.dtype), right=True) - 1
-    return row.clamp(0, cu.shape[0] - 2)
-
-
 @torch.no_grad()
 def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor,
@@ -334,7 +326,7 @@ def _append(
         k, v, count = k.flatten(0, 1), v.flatten(0, 1), new_keys
     else:
         token = torch.arange(k.shape[0], device=k.device)
-        row = _row_of(cu, token)
+        row = sequence_of_tokens(cu, len(token))
         positions = (token - cu[row] + lengths[row]).long()
         count = cu.diff()
     size = k_cache.shape[1]
@@ -411,8 +403,7 @@ def _descaled(q: Tensor, scale: Tensor, cu: Tensor | None) -> Tensor:
     of_heads = scale.repeat_interleave(q.shape[-2] // scale.shape[1], 1)  # (b, hq)
     if cu is None:
         return (q * of_heads[:, None, :, None]).to(q.dtype)
-    row = _row_of(cu, torch.arange(q.shape[0], device=q.device))
-    return (q * of_heads[row][..., None]).to(q.dtype)
+    return (q * of_heads[sequence_of_tokens(cu, q.shape[0])][..., None]).to(q.dtype)
 
 
 def _check_places(cos: Any, sin: Any, idx: Any) -> None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import arguments
-from ..errors import ArgumentError
 from ..mods import Score
 from ..mods import softcap as capped
 from ..mods.base import MaskFn, ScoreFn, Then, value
 from ..types import as_bool
-from .errors import CallError, NotSupported
+from .errors import CallError, NotSupported, as_call_error
 
 Window = tuple[int | None, int | None]
 Limits = tuple[int | None, int | None]  # keys left and right of the diagonal; None: no limit
@@ -59,29 +58,14 @@ class FlashOptions(NamedTuple):
 
 @value
 class distance_bias(Score):
-    """`score - slope · |i + offset - j|`, the slope by head, or by row and head.
-
-    - `offset`: a number, or an int tensor `(q_len,)`: where each query stands among the keys.
-    - `row`: the row of every query; None where rows are those of the batch.
-    """
+    """`score - slope · |i + offset - j|`, the slope by head, or by row and head."""
 
     slopes: Tensor
-    offset: int | Tensor
-    row: Tensor | None
-    _per_row: bool
-    _packed: bool
-
-    def __init__(self, slopes: Tensor, offset: int | Tensor, row: Tensor | None = None) -> None:
-        per_row = slopes.dim() == 2
-        fields = slopes, offset, row if per_row else None, per_row, isinstance(offset, Tensor)
-        for name, item in zip(self.fields, fields, strict=True):
-            object.__setattr__(self, name, item)
+    offset: int
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        row = b if self.row is None else self.row[q_idx].long()
-        slope = self.slopes[row, h] if self._per_row else self.slopes[h]
-        at = self.offset[q_idx] if self._packed else q_idx + self.offset  # type: ignore[index]
-        return score - slope * (at - kv_idx).abs()
+        slope = self.slopes[b, h] if self.slopes.dim() == 2 else self.slopes[h]
+        return score - slope * (q_idx + self.offset - kv_idx).abs()
 
 
 def limits_of(is_causal: bool, window: Any) -> Limits:
@@ -120,10 +104,7 @@ def _integer(n: Any) -> int | None:
 
 def check_dense(**tensors: Any) -> None:
     """Refuse nested tensors, given by their names."""
-    try:
-        arguments.check_dense(**tensors)
-    except ArgumentError as error:
-        raise CallError(str(error)) from None
+    as_call_error(arguments.check_dense, **tensors)
 
 
 def check_axes(name: str, x: Any, *axes: str) -> None:
@@ -161,9 +142,7 @@ def heads_swapped(q: Tensor, k: Tensor, sink: Tensor | None) -> str:
     )
 
 
-def score_of(
-    cap: float, slopes: Any, offset: int | Tensor, rows: int, heads: int, row: Tensor | None = None
-) -> Score | None:
+def score_of(cap: float, slopes: Any, offset: int, rows: int, heads: int) -> Score | None:
     """Return softcap and ALiBi, its slopes `(heads,)` or `(rows, heads)`."""
     score: Score | None = capped(float(cap)) if cap else None
     if slopes is None:
@@ -175,7 +154,7 @@ def score_of(
             f"alibi_slopes must be a tensor (heads,) or (batch, heads), here ({heads},) or "
             f"({rows}, {heads}), got {got}; q is (batch, length, heads, width)"
         )
-    alibi = distance_bias(slopes, offset, row)
+    alibi = distance_bias(slopes, offset)
     return alibi if score is None else Then(score, alibi)
 
 
@@ -212,10 +191,7 @@ def number(name: str, x: Any, places: str = FLASH_2) -> Any:
 
 def count(name: str, x: Any) -> int:
     """Check an integer, 0 or more."""
-    try:
-        return arguments.count_of(name, x)
-    except ArgumentError as error:
-        raise CallError(str(error)) from None
+    return as_call_error(arguments.count_of, name, x)
 
 
 def flag(name: str, x: Any, places: str = FLASH_2) -> bool:

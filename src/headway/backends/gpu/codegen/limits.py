@@ -264,3 +264,17 @@ def is_range(mask: str) -> bool:
     graph = parse(mask)
     wide_offsets = (False,) * len(graph.tensors)
     return KeyLimitsEmitter(graph, CodegenSpec(None, mask), wide_offsets).exact
+
+
+@lru_cache(maxsize=1024)
+def is_packed(mask: str) -> bool:
+    """Check that a mask, given as a serialized graph, compares a number that a table holds for the
+    query with what another table holds for the key, as that of packed sequences does."""
+    graph = parse(mask)
+    reads: dict[Arg, tuple[Arg, ...]] = {f"%{n}": node.args for n, node in graph.gathers}
+    for node in graph.nodes:
+        if node.op == "eq" and all(a in reads for a in node.args):
+            (table, *index), (other_table, *other_index) = (reads[a] for a in node.args)
+            if table != other_table and {*index, *other_index} == {"q_idx", "kv_idx"}:
+                return True
+    return False

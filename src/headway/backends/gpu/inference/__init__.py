@@ -57,8 +57,8 @@ def write_slots(*inputs: Tensor | None) -> None:
 
 def suits(spec: Spec, call: Call) -> bool:
     """Return True if a plain call runs here: up to 64 queries of a group, nothing to train, and
-    either no mask or one that allows a range of keys (`causal`, windows, `padding`, `chunked`, and
-    their intersections).
+    either no mask, one that allows a range of keys (`causal`, windows, `padding`, `chunked`, and
+    their intersections), or that of packed sequences, where every key is some query's.
 
     The training kernels have tiles of one head, which few queries leave mostly empty. But they skip
     the empty tiles of a block mask, which pays for masks with holes (documents, dilated windows).
@@ -79,9 +79,9 @@ def suits(spec: Spec, call: Call) -> bool:
         trained = call.signature.trained
     if trained or spec.mask is None:
         return not trained
-    from ..codegen.limits import is_range
+    from ..codegen.limits import is_packed, is_range
 
-    return is_range(spec.mask)
+    return is_range(spec.mask) or is_packed(spec.mask)
 
 
 def code(spec: Spec, call: Call, **training: Any) -> str:
