@@ -86,22 +86,9 @@ def attention(
     if unknown:
         raise unknown_keywords(attention, unknown)
     if type(q) is not Tensor and any_jagged(q, k, v):
-        return nested_attention(
-            Request(
-                q,
-                k,
-                v,
-                score,
-                mask,
-                scale,
-                sink,
-                dropout,
-                seed,
-                deterministic,
-                backend,
-                keys=layout,
-            )
-        )
+        return nested_attention(Request(
+            q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, keys=layout,
+        ))  # fmt: skip
     if type(mask) is causal and layout is None:
         mask = _or_none(mask, q, k)
     plainest = layout is None and score is None and sink is None and type(deterministic) is bool
@@ -148,23 +135,9 @@ def attention_with_stats(
         raise unknown_keywords(attention_with_stats, unknown)
     wanted = {"entropy": entropy, "sink_mass": sink_mass}
     if type(q) is not Tensor and any_jagged(q, k, v):
-        return nested_attention_with_stats(
-            Request(
-                q,
-                k,
-                v,
-                score,
-                mask,
-                scale,
-                sink,
-                dropout,
-                seed,
-                deterministic,
-                backend,
-                keys=layout,
-            ),
-            wanted,
-        )
+        return nested_attention_with_stats(Request(
+            q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, keys=layout,
+        ), wanted)  # fmt: skip
     if type(mask) is causal and layout is None:
         mask = _or_none(mask, q, k)
     request = Request(
@@ -293,9 +266,7 @@ def attention_jvp_with_stats(
         True, moves=True,
     )  # fmt: skip
     dual = run_along(request, tangents)
-    return AttentionJVP(
-        dual.out, dual.lse, dual.max_logit, dual.out_tangent, dual.lse_tangent
-    )  # fmt: skip
+    return AttentionJVP(dual.out, dual.lse, dual.max_logit, dual.out_tangent, dual.lse_tangent)
 
 
 @inlined_or_eager
