@@ -155,28 +155,22 @@ class _UnderTransforms(torch.autograd.Function):
         return *results, *[saved[0].new_zeros(x) if under_vmap() else None for x in ctx.others]
 
 
-def _operators(text: str, q: Tensor, *numbers: Any) -> autograd.Operators:
+def _runner(text: str, q: Tensor, *numbers: Any) -> _Runner:
     """Return what runs a call; `numbers` are that of its captured tensors, its ints, floats and
     offsets."""
-    return autograd.operators_of(autograd.ON_ONE_DEVICE, Spec.parse(text), q, *numbers)
+    return _Runner(autograd.operators_of(autograd.ON_ONE_DEVICE, Spec.parse(text), q, *numbers))
 
 
-def _with_tangent(
-    text: str, captured: int, ints: list, floats: list, offsets: list, *inputs: Any
-) -> tuple:
+def _with_tangent(text: str, numbers: tuple, *inputs: Any) -> tuple:
     """Return the results of `_WithTangent`, a call in the graph of a compiled program: `text` is
-    the spec's, `captured` the number of captured tensors."""
-    operators = _operators(text, inputs[0], captured, ints, floats, offsets)
-    return _WithTangent.apply(_Runner(operators), *inputs)
+    the spec's."""
+    return _WithTangent.apply(_runner(text, inputs[0], *numbers), *inputs)
 
 
-def _primal(
-    text: str, captured: int, ints: list, floats: list, offsets: list, *inputs: Any
-) -> tuple:
+def _primal(text: str, numbers: tuple, *inputs: Any) -> tuple:
     """Return the results of `autograd._Attention`, a call in a compiled graph as `_with_tangent`
     is."""
-    operators = _operators(text, inputs[0], captured, ints, floats, offsets)
-    return autograd._Attention.apply(_Runner(operators), *inputs)
+    return autograd._Attention.apply(_runner(text, inputs[0], *numbers), *inputs)
 
 
 def _allow_in_graph() -> None:
@@ -210,7 +204,7 @@ def attention(spec: Spec, call: Call) -> Forward:
     if not is_compiling():
         return _under_transforms(spec, call, inputs, numbers)
     _allow_in_graph()
-    return autograd.as_forward(*_primal(spec.text, *numbers, *primal))
+    return autograd.as_forward(*_primal(spec.text, numbers, *primal))
 
 
 def _why_not_compiled() -> str:
@@ -337,7 +331,7 @@ def _run(spec: Spec, inputs: list[Tensor | None], along: list, numbers: tuple) -
     else:
         autograd.copy_unsavable(inputs)
     out, lse, entropy, *tangents, max_logit, row_max, _ = _with_tangent(
-        spec.text, *numbers, *inputs, *along
+        spec.text, numbers, *inputs, *along
     )
     return Dual(out, lse, max_logit, row_max, entropy, *tangents)
 
@@ -349,5 +343,5 @@ def _under_transforms(
     if not any(x is not None and has_tangent(x) for x in inputs):
         return autograd.attention(spec, call)
     register_flops()
-    runner = _Runner(_operators(spec.text, call.q, *numbers))
+    runner = _runner(spec.text, call.q, *numbers)
     return autograd.as_forward(*_UnderTransforms.apply(runner, *inputs))
