@@ -63,9 +63,8 @@ class in_blocks(Mask):
 
     def __init__(self, mask: MaskFn, state: Tensor, block: tuple[int, int]) -> None:
         sizes = zip("bh", state.shape, strict=False)
-        fields = (mask, state, *block, "".join([n if size > 1 else "1" for n, size in sizes]))
-        for name, item in zip(self.fields, fields, strict=True):
-            object.__setattr__(self, name, item)
+        varies = "".join([n if size > 1 else "1" for n, size in sizes])
+        self._set(mask=mask, state=state, block_q=block[0], block_kv=block[1], _varies=varies)
 
     def __call__(self, b, h, q_idx, kv_idx):
         at = {"b": b, "h": h, "1": 0}

@@ -53,6 +53,11 @@ class Mod:
         items = (getattr(self, name) for name in self.fields)
         return any(item.checks_values() for item in items if isinstance(item, Mod))
 
+    def _set(self, **fields: Any) -> None:
+        """Set fields, as the constructor of a frozen dataclass does."""
+        for name, item in fields.items():
+            object.__setattr__(self, name, item)
+
     def simplified(self, graph: Graph) -> Graph:
         """Return the value's graph, or one that backends know better, equal at kept pairs."""
         return graph

@@ -56,7 +56,7 @@ def set_int(mask: Mask, name: str, minimum: int | None) -> None:
     field = getattr(mask, name)
     number = checked_int(type(mask).__name__, name, field, minimum)
     if number is not field:
-        object.__setattr__(mask, name, number)
+        mask._set(**{name: number})
 
 
 def check_parents(parents: Tensor, node: Tensor) -> None:

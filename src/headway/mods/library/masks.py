@@ -347,7 +347,7 @@ class tree(Mask):
 
     def __init__(self, parents: Tensor, start: int | Tensor = 0) -> None:
         check_ids_tensor("tree", "parents", parents, "(nodes,) or (batch, nodes)", (1, 2))
-        object.__setattr__(self, "start", start)
+        self._set(start=start)
         if isinstance(start, Tensor):
             check_ids_tensor("tree", "start", start, "() or (batch,)", (0, 1))
         else:
@@ -365,8 +365,7 @@ class tree(Mask):
             of_above = is_ancestor.gather(-2, above[..., None].expand_as(is_ancestor))
             is_ancestor, above = is_ancestor | of_above, above.gather(-1, above)
         is_ancestor = is_ancestor[..., :nodes, :]
-        object.__setattr__(self, "_ancestors", is_ancestor.contiguous())
-        object.__setattr__(self, "_nodes", nodes)
+        self._set(_ancestors=is_ancestor.contiguous(), _nodes=nodes)
 
     def check_sizes(self, b, h, q_len, kv_len):
         if self._ancestors.dim() == 3:
@@ -451,8 +450,7 @@ class dense(Mask):
                 "an additive mask is a score: bias(tensor)"
             )
         tensor, varies = by_axes(tensor)
-        object.__setattr__(self, "tensor", tensor)
-        object.__setattr__(self, "_varies", varies)
+        self._set(tensor=tensor, _varies=varies)
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_broadcasts("dense", self.tensor, b, h, q_len, kv_len)
@@ -496,9 +494,7 @@ class block_table(Mask):
                 f"block_table(block={block!r}): block must be one or two integers >= 1"
             )
         table, varies = by_axes(table)
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "block", sizes)
-        object.__setattr__(self, "_varies", varies)
+        self._set(table=table, block=sizes, _varies=varies)
 
     def check_sizes(self, b, h, q_len, kv_len):
         if not self._varies:
@@ -540,8 +536,7 @@ class neighborhood(Mask):
         shape, kernel = grid_sizes("neighborhood", shape=shape, kernel=kernel)
         if any(k > n for k, n in zip(kernel, shape, strict=True)):
             raise ArgumentError(f"neighborhood: kernel={kernel} is larger than shape={shape}")
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "kernel", kernel)
+        self._set(shape=shape, kernel=kernel)
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_on_grid("neighborhood", self.shape, q_len, kv_len)
@@ -581,9 +576,7 @@ class tiled(Mask):
             raise ArgumentError(f"tiled: tile={tile} must divide shape={shape}")
         if not callable(mask) or isinstance(mask, Score | type):
             raise ArgumentError(f"tiled: {suggestion('mask', mask)}")
-        object.__setattr__(self, "mask", mask)
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "tile", tile)
+        self._set(mask=mask, shape=shape, tile=tile)
 
     def check_sizes(self, b, h, q_len, kv_len):
         super().check_sizes(b, h, q_len, kv_len)

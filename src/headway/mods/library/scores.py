@@ -34,7 +34,7 @@ class alibi(Score):
         _check_floats(
             "alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,)
         )
-        object.__setattr__(self, "slopes", slopes)
+        self._set(slopes=slopes)
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_shape("alibi", "slopes", self.slopes, h=h)
@@ -70,7 +70,7 @@ class softcap(Score):
         cap = as_real(self.cap)
         if cap is None or not cap > 0:
             raise ArgumentError(f"softcap(cap={self.cap!r}): cap must be a number above 0")
-        object.__setattr__(self, "cap", float(cap))
+        self._set(cap=float(cap))
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * torch.tanh(score / self.cap)
@@ -94,8 +94,7 @@ class relative_bias(Score):
                 f"relative_bias: table must be (heads, 2m + 1), one column per distance from -m "
                 f"to m, got {tuple(table.shape)}"
             )
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "_most", table.shape[1] // 2)
+        self._set(table=table, _most=table.shape[1] // 2)
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_shape("relative_bias", "table", self.table, h=h, columns=self.table.shape[1])
@@ -124,9 +123,7 @@ class t5_bias(Score):
     def __init__(self, table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> None:
         _check_floats("t5_bias", "table", table, "a float tensor (buckets, heads)", (2,))
         buckets, max_distance = _t5_buckets(table.shape[0], max_distance, bidirectional)
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "_buckets", buckets.to(table.device))
-        object.__setattr__(self, "_most", max_distance)
+        self._set(table=table, _buckets=buckets.to(table.device), _most=max_distance)
 
     def check_sizes(self, b, h, q_len, kv_len):
         _check_columns("t5_bias", self.table, h)
@@ -209,9 +206,7 @@ class window_bias(Score):
                 f"window_bias: the table has shape {tuple(table.shape)}, but must be {expected}"
                 f"{'; pass table.T' if transposed else ''}"
             )
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "window", sizes)
-        object.__setattr__(self, "_token", table.shape[0] != offsets)
+        self._set(table=table, window=sizes, _token=table.shape[0] != offsets)
 
     def check_sizes(self, b, h, q_len, kv_len):
         _check_columns("window_bias", self.table, h)
@@ -258,7 +253,7 @@ class log_sigmoid(Score):
                 f"log_sigmoid(bias={self.bias!r}): bias must be a finite number or a float tensor "
                 "() or (heads,)"
             )
-        object.__setattr__(self, "bias", float(number))
+        self._set(bias=float(number))
 
     def check_sizes(self, b, h, q_len, kv_len):
         if isinstance(self.bias, Tensor) and self.bias.dim():
@@ -287,8 +282,7 @@ class bias(Score):
             "bias", "tensor", tensor, "a float tensor of at most 4 dimensions", (0, 1, 2, 3, 4)
         )
         tensor, varies = by_axes(tensor)
-        object.__setattr__(self, "tensor", tensor)
-        object.__setattr__(self, "_varies", varies)
+        self._set(tensor=tensor, _varies=varies)
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_broadcasts("bias", self.tensor, b, h, q_len, kv_len)
