@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .backends.base import Call
-from .blocks import BlockMask
+from .blocks import BlockMask, formula_of
 from .dropout import draw_seed, seed_not_saved
 from .errors import ArgumentError
 from .mods import Captured, Mask, Score, causal
@@ -48,8 +48,7 @@ def shown(value: Any) -> str:
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     """Check that ranks, dtypes, devices and sizes of q, k and v fit together."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        name, x = next((n, x) for n, x in zip("qkv", (q, k, v), strict=True) if not _is_tensor(x))
-        raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
+        _check_types(q=q, k=k, v=v)
     if q.is_nested or k.is_nested or v.is_nested:
         check_dense(q=q, k=k, v=v)
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -103,8 +102,10 @@ def check_dtype(dtype: torch.dtype, name: str = "q") -> None:
         raise ArgumentError(f"{name} is {dtype}; use float32, bfloat16, float16 or float64")
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
+def _check_types(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -282,9 +283,7 @@ def check_coords(coords: Coords, q: Tensor, k: Tensor) -> None:
 def check_cache(q: Any, k: Any, v: Any, kv: KV) -> None:
     """Check that ranks, dtypes, devices and sizes of a KV cache and its queries fit together,
     without reading the tensors."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("lengths", kv.lengths)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
+    _check_types(q=q, k=k, v=v, lengths=kv.lengths)
     check_dense(q=q, k=k, v=v, lengths=kv.lengths, page_table=kv.page_table, cu_q=kv.cu_q)
     pages = kv.page_table is not None
     kv_axes = "(pages, hk, page, width)" if pages else "(b, hk, capacity, width)"
@@ -387,9 +386,7 @@ def check_no_gradient(call: Call) -> None:
 def check_global(mask: Any) -> None:
     """Refuse `causal(n)` with n > 0 over a KV cache, where query positions are global and need no
     offset."""
-    if isinstance(mask, BlockMask):
-        mask = mask.mask
-    for part in leaves_of(mask):
+    for part in leaves_of(formula_of(mask)):
         if isinstance(part, causal) and part.offset > 0:
             raise ArgumentError(
                 f"{part!r}: queries of a cache are at their global positions, lengths - q_len + i, "

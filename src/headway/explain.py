@@ -11,7 +11,7 @@ from torch import Tensor
 from .arguments import leaves_of
 from .backends import NAMES, get, order, reasons_against, slower
 from .backends.base import CapabilityKey, capability_key, split
-from .blocks import BlockMask, cached_build
+from .blocks import BlockMask, cached_build, formula_of
 from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .keywords import unknown_keywords
@@ -182,8 +182,7 @@ def _alignment(mask: Any, q_len: int, kv_len: int) -> str:
     if not 0 < q_len < kv_len or isinstance(mask, PackedMask):
         return ""
     end = causal(kv_len - q_len)
-    mask = mask.mask if isinstance(mask, BlockMask) else mask
-    if any(type(part) is causal and part == end for part in leaves_of(mask)):
+    if any(type(part) is causal and part == end for part in leaves_of(formula_of(mask))):
         return (
             f"{q_len} queries, {kv_len} keys: {end} aligns them at the bottom right, so query i "
             f"sees keys 0 to i + {kv_len - q_len}"
@@ -208,12 +207,8 @@ def _kernels(spec: Spec, call: Any) -> list[str]:
 
 def _of_functions(score: Any, mask: Any, say: Callable[[str, Callable], str | None]) -> list[str]:
     """Return what there is to say of the score and of the mask."""
-    mask = mask.mask if isinstance(mask, BlockMask) else mask
-    whys = [
-        (kind, say(kind, mod))
-        for kind, mod in (("score", score), ("mask", mask))
-        if mod is not None
-    ]
+    mods = ("score", score), ("mask", formula_of(mask))
+    whys = [(kind, say(kind, mod)) for kind, mod in mods if mod is not None]
     return [f"the {kind} {why}" for kind, why in whys if why is not None]
 
 

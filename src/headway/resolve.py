@@ -36,7 +36,7 @@ from .arguments import (
 )
 from .backends import choose, needs_self_test
 from .backends.base import Call, CapabilityKey, capability_key
-from .blocks import BlockMask
+from .blocks import BlockMask, formula_of
 from .distributed.context import Layouts
 from .errors import HeadwayError
 from .mods import causal, lower, lower_under_compile, take_apart
@@ -152,7 +152,11 @@ def _check(request: Request) -> Request:
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
     if isinstance(mask, BlockMask) and type(keys) is not KV:
         check_block_mask(mask, q, _sizes(request)[2:])  # type: ignore[arg-type]
-    if type(keys) is not KV and not _is_part(request) and type(formula := _formula(mask)) is causal:
+    if (
+        type(keys) is not KV
+        and not _is_part(request)
+        and type(formula := formula_of(mask)) is causal
+    ):
         check_offset(formula, *_sizes(request)[2:])  # type: ignore[arg-type]
     return request._replace(
         scale=scale, dropout=dropout,
@@ -176,14 +180,9 @@ def _is_part(request: Request) -> bool:
     return request.offsets is not None or type(request.keys) is Coords
 
 
-def _formula(mask: Any) -> Any:
-    """Return the mask function or value, that of a block mask too."""
-    return mask.mask if isinstance(mask, BlockMask) else mask
-
-
 def _checks_values(request: Request) -> bool:
     """Return whether a mask of the library has to check its tensors at every call."""
-    mask = _formula(request.mask)
+    mask = formula_of(request.mask)
     return type(request.keys) is not KV and isinstance(mask, Mod) and mask.checks_values()
 
 

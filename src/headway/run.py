@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from . import autograd, forward_mode
 from .arguments import DTYPES, check_no_gradient, check_results, check_tensors, scale_of
 from .backends.base import Call
-from .blocks import BlockMask
+from .blocks import BlockMask, formula_of
 from .distributed.context import Layouts, tell_ranks
 from .distributed.context import attention as attention_over_ranks
 from .errors import ArgumentError, BackendRefused, CapturedIndexError, HeadwayError
@@ -202,7 +202,6 @@ def run_backward(request: Request, out: Any, lse: Any, dout: Any, dlse: Any) -> 
 
 def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
     """Return the error with the file and line of the user's function that it comes from."""
-    formulas = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
-    functions = [fn for formula in formulas for fn in describe(formula).functions]
+    functions = [fn for m in mods if m is not None for fn in describe(formula_of(m)).functions]
     place = find_line(functions, error.line)
     return CapturedIndexError(f"{error}{quote(place)}", error.line) if place else error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import count_of
 from .backends import first_use, get, order, reference
 from .backends.base import Call, CapabilityKey, capability_key
 from .backends.gpu.named_card import Card, card_of, compiling_for
@@ -85,8 +86,7 @@ def warm(
     for such a call; `BackendRefused` where no backend with kernels can run it.
     """
     card = _card(device)
-    if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1):
-        raise ArgumentError(f"jobs={jobs!r} must be an integer, 1 or more")
+    jobs = None if jobs is None else count_of("jobs", jobs, 1)
     if find_spec("triton") is None:
         raise BackendRefused("no kernels without Triton: pip install triton")
     requests = [_request_of(call, card) for call in _flatten(calls)]

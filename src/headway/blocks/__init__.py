@@ -5,6 +5,7 @@ from .build import build as build
 from .build import cached_build as cached_build
 from .build import clear_block_cache as clear_block_cache
 from .mask import BlockMask as BlockMask
+from .mask import formula_of as formula_of
 from .mask import from_dense as from_dense
 from .provenance import Provenance as Provenance
 from .provenance import check_tiles as check_tiles

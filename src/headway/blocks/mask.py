@@ -354,6 +354,11 @@ def _limits(index: int | slice, size: int, name: str) -> tuple[int, int]:
     return start, max(start, stop)
 
 
+def formula_of(mask: Any) -> Any:
+    """Return a mask as a function or value, that of a block mask too."""
+    return mask.mask if isinstance(mask, BlockMask) else mask
+
+
 def from_dense(
     state: Tensor, mask: MaskFn, lengths: tuple[int, ...], tile: tuple[int, int]
 ) -> BlockMask:

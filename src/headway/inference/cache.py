@@ -497,10 +497,8 @@ class PagedCache(_Cache):
         self.step.check_fork(row)
         fork_row = unused[0]
         self._in_use[row] = self._in_use[fork_row] = True
-        self._pages[fork_row], self.row_lengths[fork_row] = (
-            list(self._pages[row]),
-            self.row_lengths[row],
-        )
+        self._pages[fork_row] = list(self._pages[row])
+        self.row_lengths[fork_row] = self.row_lengths[row]
         for page in self._pages[fork_row]:
             self._users[page] += 1
         self._tell([fork_row])

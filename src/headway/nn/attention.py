@@ -78,10 +78,8 @@ class Attention(ScaledAttention):
                     f"width={width} must be a multiple of heads={heads}; or give head_width"
                 )
             head_width = width // heads
-        head_width, norm_eps = (
-            count_of("head_width", head_width, 1),
-            number_of("norm_eps", norm_eps),
-        )
+        head_width = count_of("head_width", head_width, 1)
+        norm_eps = number_of("norm_eps", norm_eps)
         fused, bias = flag_of("fused", fused), flag_of("bias", bias)
         out_bias, qk_norm = flag_of("out_bias", out_bias), flag_of("qk_norm", qk_norm)
         check_rotary(rotary)

@@ -77,14 +77,10 @@ class MLA(ScaledAttention):
         width, heads = count_of("width", width, 1), count_of("heads", heads, 1)
         q_lora_rank = None if q_lora_rank is None else count_of("q_lora_rank", q_lora_rank, 1)
         kv_lora_rank = count_of("kv_lora_rank", kv_lora_rank, 1)
-        nope_width, rope_width = (
-            count_of("nope_width", nope_width),
-            count_of("rope_width", rope_width),
-        )
-        value_width, norm_eps = (
-            count_of("value_width", value_width),
-            number_of("norm_eps", norm_eps),
-        )
+        nope_width = count_of("nope_width", nope_width)
+        rope_width = count_of("rope_width", rope_width)
+        value_width = count_of("value_width", value_width)
+        norm_eps = number_of("norm_eps", norm_eps)
         rotary = Rotary(rope_width, interleaved=True) if rotary is None else rotary
         check_rotary(rotary)
         if rotary.width != rope_width:

@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 
 from .. import run as calls
 from ..arguments import count_of, flag_of
-from ..blocks import BlockMask
+from ..blocks import formula_of
 from ..errors import ArgumentError, HeadwayError
 from ..mods import prefix
 from ..mods.base import MaskFn
@@ -287,7 +287,7 @@ def _measure(request: Request) -> Tensor:
 
 def _with_first_key(mask: Any) -> MaskFn:
     """Return the mask less all keys but the first of the sequence."""
-    mask = mask.mask if isinstance(mask, BlockMask) else mask
+    mask = formula_of(mask)
     if isinstance(mask, PackedMask):
         return replace(mask, mask=_with_first_key(mask.mask))
     return prefix(1) if mask is None else mask & prefix(1)
