@@ -148,6 +148,35 @@ def test_packed_sequences_by_their_offsets(tokens):
         torch.testing.assert_close(packed[:, start:stop], alone, **TOLERANCE)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_documents_with_more_keys_than_queries(is_causal, window):
+    """The last query of each document is at its last key, as in flash-attn, and no token after the
+    last document sees anything."""
+    cu_q, cu_k = torch.tensor([0, 2, 2, 5]).int(), torch.tensor([0, 5, 6, 10]).int()
+    q, k = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 12, 8)
+    module = torch.nn.Module()
+    call = lambda *offsets: integration.attention_forward(
+        module, q, k, k, None, is_causal=is_causal, sliding_window=window,
+        cu_seq_lens_q=offsets[0], cu_seq_lens_k=offsets[1],
+    )[0].transpose(1, 2)  # fmt: skip
+    out = call(cu_q, cu_k)
+    for n in range(3):
+        i, j = (slice(*cu[n : n + 2].tolist()) for cu in (cu_q, cu_k))
+        q_len, kv_len = i.stop - i.start, j.stop - j.start
+        distance = torch.arange(kv_len - q_len, kv_len)[:, None] - torch.arange(kv_len)
+        seen = (distance >= 0) | (not is_causal)
+        seen &= distance < window if window else True
+        truth = torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, i], k[:, :, j], k[:, :, j], seen
+        )
+        torch.testing.assert_close(out[:, :, i], truth, **TOLERANCE)
+    assert not out[:, :, 5:].any()
+    for wrong in (torch.tensor([0, 2, 2, 7]).int(), cu_q.float(), cu_q[:3]):
+        with pytest.raises(ArgumentError, match=r"cu_seq_lens_q must|numbers of sequences"):
+            call(wrong, cu_k)
+
+
 def test_masks_of_four_dimensions(tokens):
     kept = (torch.rand(2, 1, 17, 17) < 0.7).tril() | torch.eye(17, dtype=torch.bool)
     added = torch.zeros(2, 1, 17, 17).masked_fill(~kept, torch.finfo(torch.float32).min)

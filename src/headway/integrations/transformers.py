@@ -27,6 +27,7 @@ from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, lower_mod
 from ..mods.base import MaskFn, Not, composition, intersection
 from ..mods.evaluation.pointwise import Positions, mask_at
+from ..packed import Names, Side, pack
 from . import hf_attention, hf_calls, hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
 from .hf_translate import (
@@ -281,10 +282,10 @@ def attention_forward(
     """Implement transformers' attention interface: query `(b, hq, l, d)`, key and value
     `(b, hk, s, ·)`.
 
-    Packed documents come from `cu_seq_lens_q` and `cu_seq_lens_k`, from `seq_idx` `(b, s)` (the
-    document of every key; queries are the last of them), or from `position_ids` where transformers
-    reads them. For sparse models, `indices` `(b, l, k)` are the keys of each query, and
-    `block_indices` `(b, hk, l, k)` blocks of keys; -1 names none.
+    Packed documents come from `cu_seq_lens_q` and `cu_seq_lens_k` (the last query of each is at its
+    last key), from `seq_idx` `(b, s)` (the document of every key; queries are the last of them), or
+    from `position_ids` where transformers reads them. For sparse models, `indices` `(b, l, k)` are
+    the keys of each query, and `block_indices` `(b, hk, l, k)` blocks of keys; -1 names none.
 
     **Returns:** `(b, l, hq, dv)`, and None for the weights, which are never computed.
 
@@ -304,7 +305,8 @@ def attention_forward(
         ), None  # fmt: skip
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
-    packed = not (seq_idx is None and cu_seq_lens_q is None is cu_seq_lens_k)
+    of_offsets = not (cu_seq_lens_q is None is cu_seq_lens_k)
+    packed = of_offsets or seq_idx is not None
     if not torch.compiler.is_compiling():
         call = hf_calls.current()
         if call is not None and not call.judged:
@@ -320,7 +322,7 @@ def attention_forward(
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
         _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
-    offset = kv_len - q_len if layout is None else 0
+    offset = kv_len - q_len if layout is None and not of_offsets else 0
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:
@@ -328,8 +330,9 @@ def attention_forward(
     # Over ranks the window is this layer's: one mask may be given to all layers.
     if sliding_window is not None and (attention_mask is None or layout is not None):
         mask = intersection(mask, Not(causal(offset - sliding_window)))
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        mask = intersection(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
+    if of_offsets:
+        aligned = attention_mask is None
+        mask = _in_documents(mask, aligned, query, key, cu_seq_lens_q, cu_seq_lens_k)
     if seq_idx is not None:
         mask = intersection(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
     if indices is not None:
@@ -401,16 +404,22 @@ def _does_not_fit(own: Any, sizes: tuple[int, ...]) -> ArgumentError:
     )
 
 
-def _documents(q: Tensor | None, k: Tensor | None, q_len: int, kv_len: int) -> MaskFn:
-    """Return packed documents from the offsets of their starts, `(documents + 1,)`."""
-    q, k = (k if q is None else q), (q if k is None else k)
-    assert q is not None
-    assert k is not None
-    ids = [
-        torch.searchsorted(offsets, torch.arange(n, device=offsets.device), right=True)
-        for offsets, n in ((q, q_len), (k, kv_len))
+def _in_documents(
+    mask: MaskFn | None, aligned: bool, q: Tensor, k: Tensor, cu_q: Tensor | None,
+    cu_k: Tensor | None,
+) -> MaskFn | None:  # fmt: skip
+    """Return the mask inside of packed documents, from the offsets of their starts,
+    `(documents + 1,)`.
+
+    - `aligned`: it is that of a document, whose last query is at its last key; else the row's.
+    """
+    cu_q, cu_k = (cu_k if cu_q is None else cu_q), (cu_q if cu_k is None else cu_k)
+    sides = [
+        Side(name, x.shape[2], q.device, cu, names=Names("cu_seq_lens_{}")).checked()
+        for name, x, cu in (("q", q, cu_q), ("k", k, cu_k))
     ]
-    return document(ids[0], None if q is k and q_len == kv_len else ids[1])
+    packing = pack(*sides)
+    return packing.aligned().mask(mask) if aligned else intersection(mask, packing.mask(None))
 
 
 def _sequences(ids: Tensor, batch: int, q_len: int, kv_len: int) -> MaskFn:
