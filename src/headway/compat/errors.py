@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ArgumentError, BackendRefused, ModError
+from ..types import inlined_or_eager
 
 
 class CallError(ArgumentError, RuntimeError):
@@ -31,9 +32,12 @@ class NotSupported(BackendRefused):
     supports."""
 
 
+@inlined_or_eager
 def as_call_error(check: Callable, *arguments: Any, **options: Any) -> Any:
-    """Return what a function returns; what it refuses is a `CallError`."""
+    """Return what a function returns; what it refuses is a `CallError` or `CallModError`."""
     try:
         return check(*arguments, **options)
     except ArgumentError as error:
         raise CallError(str(error)) from None
+    except ModError as error:
+        raise CallModError(str(error)) from None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..api import block_mask as _block_mask
 from ..arguments import flag_of, shown
-from ..errors import ArgumentError, ModError
+from ..errors import ArgumentError
 from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
@@ -31,6 +31,7 @@ from .errors import (
     CallModError,
     CallTypeError,
     NotSupported,
+    as_call_error,
 )
 from .flex_lists import block_pair, length_of
 from .flex_mask import BlockMask as BlockMask
@@ -131,14 +132,9 @@ def flex_attention(
         query, key, value, score_mod, mask, scale=scale,
         row_max=return_aux is not None and return_aux.max_scores,
     )  # fmt: skip
-    try:
-        if return_aux is None and not return_lse:
-            return run_out(request)
-        out, lse, _, row_max, _ = run(request)
-    except ArgumentError as error:
-        raise CallError(str(error)) from error
-    except ModError as error:
-        raise CallModError(str(error)) from error
+    if return_aux is None and not return_lse:
+        return as_call_error(run_out, request)
+    out, lse, _, row_max, _ = as_call_error(run, request)
     if return_aux is not None:
         return out, AuxOutput(
             lse if return_aux.lse else None, row_max if return_aux.max_scores else None
@@ -191,14 +187,8 @@ def create_block_mask(
         raise ArgumentError("dq_kv_order must be a bool")
     separate_full_blocks = flag_of("separate_full_blocks", separate_full_blocks)
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
-    try:
-        tiles = _block_mask(
-            mask_mod, *sizes, device=_device(device), tile=block_pair(BLOCK_SIZE)
-        )  # fmt: skip
-    except ArgumentError as error:
-        raise CallError(str(error)) from error
-    except ModError as error:
-        raise CallModError(str(error)) from error
+    options = {"device": _device(device), "tile": block_pair(BLOCK_SIZE)}
+    tiles = as_call_error(_block_mask, mask_mod, *sizes, **options)
     blocks = BlockMask.of_tiles(tiles, sizes[:2])
     return blocks if separate_full_blocks else blocks.partial_only()
 

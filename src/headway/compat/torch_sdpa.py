@@ -21,7 +21,7 @@ from ..errors import ArgumentError
 from ..mods import Mask, Score, bias, causal, dense
 from ..packed import any_jagged
 from ..types import as_real
-from .errors import CallError, CallTypeError
+from .errors import CallError, CallTypeError, as_call_error
 
 
 def scaled_dot_product_attention(
@@ -80,10 +80,7 @@ def scaled_dot_product_attention(
             score = bias(attn_mask)
         else:
             mask = dense(attn_mask) if mask is None else mask & dense(attn_mask)
-    try:
-        out = attention(q, k, v, score, mask, scale=scale, dropout=dropout_p)
-    except ArgumentError as error:
-        raise CallError(str(error)) from error
+    out = as_call_error(attention, q, k, v, score, mask, scale=scale, dropout=dropout_p)
     return out if leading is None else out.reshape(*leading, *out.shape[2:])
 
 
@@ -127,10 +124,8 @@ def _nested(
             "where several query heads share one of key and value, pass enable_gqa=True"
         )
     mask = causal() if is_causal else None
-    try:
-        return attention(q, k, v, mask=mask, scale=_number(scale), dropout=dropout_p)
-    except ArgumentError as error:
-        raise CallError(str(error)) from error
+    options = {"mask": mask, "scale": _number(scale), "dropout": dropout_p}
+    return as_call_error(attention, q, k, v, **options)
 
 
 def _number(scale: Any) -> Any:
