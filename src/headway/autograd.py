@@ -5,12 +5,12 @@ subclass of Tensor), `_Attention` runs them (`Operators`), on one device or over
 it calls the backend (`_Direct`), which saves a tenth of a millisecond a call.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Never
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .backends import cpu, get
 from .backends.base import Call, CallSignature
@@ -18,6 +18,7 @@ from .blocks import Tiles
 from .errors import BackendRefused
 from .memory_order import in_order_of
 from .operators import (
+    HESSIAN,
     MATH,
     as_promised,
     backward,
@@ -28,6 +29,9 @@ from .operators import (
     forward_op,
     infer_op,
     library,
+    once_differentiable,
+    refuse_create_graph,
+    refuse_second_derivative,
     register_flops,
     warn_traced,
 )
@@ -50,6 +54,8 @@ from .types import (
     Coords,
     Forward,
     Spec,
+    allow_in_graph,
+    called_in_graph,
     constant_under_compile,
     in_dtype,
 )
@@ -78,34 +84,6 @@ def _forward_under_autograd(spec: str, *inputs: Any) -> Forward:
 
 library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
 library.impl("forward", _forward_under_autograd, "Autograd")
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """A gradient that refuses to be differentiated."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad, *differentiable):
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        refuse_second_derivative(
-            "you differentiated the gradients of a call, as create_graph=True allows"
-        )
-
-
-def refuse_second_derivative(what: str) -> Never:
-    """Raise the error of a second derivative; `what` was differentiated again."""
-    raise BackendRefused(
-        f"attention has no second derivative ({what}); if you need one, as for a gradient "
-        f"penalty, {MATH}"
-    )
 
 
 class _Attention(torch.autograd.Function):
@@ -287,13 +265,14 @@ _apply_direct = super(torch.autograd.Function, _Attention).apply  # type: ignore
 
 
 def differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
-    """Return the gradients of a call, which refuse to be differentiated."""
-    if is_compiling():
+    """Return the gradients of a call, which refuse to be differentiated. (What Dynamo has traced,
+    PyTorch does not differentiate twice.)"""
+    if is_dynamo_compiling():
         return _Attention.gradients(ctx, *grad_outputs)
     if in_forward_mode():
         saved = *grad_outputs, *ctx.saved_tensors
         if any(x is not None and has_tangent(x) for x in saved):
-            refuse_second_derivative("a backward in forward mode, as torch.func.hessian makes one")
+            refuse_second_derivative(HESSIAN)
     if any([x is not None and is_older_batched(x) for x in grad_outputs]):  # noqa: C419
         return _gradients_one_by_one(ctx, *grad_outputs)
     if not torch.is_grad_enabled():
@@ -301,7 +280,7 @@ def differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     with torch.no_grad():
         grads = _Attention.gradients(ctx, *grad_outputs)
     # create_graph=True: a second derivative must not be dropped in silence.
-    return _once_differentiable(grads, *grad_outputs, *ctx.saved_tensors)
+    return once_differentiable(grads, *grad_outputs, *ctx.saved_tensors)
 
 
 def _gradients_one_by_one(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
@@ -315,14 +294,6 @@ def _gradients_one_by_one(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     return tuple([
         None if grads[0] is None else torch._add_batch_dim(torch.stack(grads), 0, level)
         for grads in zip(*grads_of_rows, strict=True)
-    ])  # fmt: skip
-
-
-def _once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None) -> tuple:
-    """Return gradients that refuse to be differentiated with respect to any of `inputs`."""
-    differentiable = [x for x in inputs if x is not None and x.requires_grad]
-    return tuple([
-        None if g is None else _OnceDifferentiable.apply(g, *differentiable) for g in grads
     ])  # fmt: skip
 
 
@@ -410,7 +381,7 @@ def gradients(
         grads = run(spec.text, *flat(call), out, lse, dout, dlse, needs)
     if is_compiling() or not (torch.is_grad_enabled() and _any_learns(inputs)):
         return grads
-    return list(_once_differentiable(grads, *inputs))  # type: ignore[arg-type]
+    return list(once_differentiable(grads, *inputs))  # type: ignore[arg-type]
 
 
 def infer(spec: Spec, call: Call) -> Forward:
@@ -477,10 +448,15 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     if not compiling:
         register_flops()
     elif differentiated_in_compile():
-        raise BackendRefused(
-            "torch.compile would lose the gradients of this call, which torch.func takes inside of "
-            "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
-        )
+        if pair is not ON_ONE_DEVICE:
+            raise BackendRefused(
+                "torch.compile would lose the gradients of this call over ranks, which torch.func "
+                "takes inside of what is compiled; use torch.autograd.grad there, or leave out "
+                "fullgraph=True"
+            )
+        allow_in_graph()
+        numbers = runner.captured, runner.ints, runner.floats, runner.offsets
+        return as_forward(*apply_in_graph(runner.spec, numbers, *inputs))
     # The operator has a gradient of its own in an exported program, where torch.export would drop
     # that of an autograd Function.
     if not trained or (pair is ON_ONE_DEVICE and torch.compiler.is_exporting()):
@@ -499,6 +475,15 @@ def _operators(
     """Return what runs a pair of operators, and its tensors, from the operands after the spec."""
     runner = operators_of(pair, spec, q, len(captured), ints, floats, offsets)
     return runner, [q, k, v, sink, seed, *where, *captured, *tiles]
+
+
+@called_in_graph
+def apply_in_graph(text: str, numbers: tuple, *inputs: Any) -> tuple:
+    """Return the results of `_Attention`. `text` is the spec's; `numbers`: of captured tensors, ints,
+    floats, offsets. (Dynamo would trace what `_Attention` runs, and lose its gradient below
+    transforms.)"""
+    runner = operators_of(ON_ONE_DEVICE, Spec.parse(text), inputs[0], *numbers)
+    return _Attention.apply(runner, *inputs)
 
 
 def as_forward(out, lse, entropy, max_logit, row_max, *others) -> Forward:
@@ -527,7 +512,7 @@ def attention_out(spec: Spec, call: Call) -> Tensor:
     compiling = is_compiling()
     if _compiler_needs_operators() if compiling else _call_observed(call):
         return _attention_by_operators(spec, call).out
-    out = get(spec.backend).native(spec, call, None if compiling else _refuse_second_derivative)
+    out = get(spec.backend).native(spec, call, None if compiling else refuse_create_graph)
     if out is None:
         return (_attention_by_operators if compiling else _attention_direct)(spec, call).out
     if out.requires_grad and not compiling:
@@ -542,7 +527,7 @@ def cpu_native(
     sink and dropout, by PyTorch's own operator; None where `cpu.plain` refuses it."""
     if _compiler_needs_operators() if compiling else operators_are_changed() or _profiled():
         return None
-    out = cpu.plain(q, k, v, causal, scale, None if compiling else _refuse_second_derivative)
+    out = cpu.plain(q, k, v, causal, scale, None if compiling else refuse_create_graph)
     if not compiling and out is not None and out.requires_grad:
         register_flops()
     return out
@@ -563,18 +548,13 @@ def cpu_native_step(
         return None
     if not (q.is_cpu and k.is_cpu and v.is_cpu and q.dtype == k.dtype == v.dtype):
         return None
-    return cpu.plain(q, k, v, False, scale, _refuse_second_derivative, bias)
+    return cpu.plain(q, k, v, False, scale, refuse_create_graph, bias)
 
 
 def _compiler_needs_operators() -> bool:
-    """Return whether a compiler has to see our operators: in exported programs, and below vmap."""
-    transformed = transforms() and not differentiated_in_compile()
-    return transformed or in_forward_mode() or torch.compiler.is_exporting()
+    """Return whether a compiler has to see our operators: in exported programs, and below
+    transforms."""
+    return transforms() or in_forward_mode() or torch.compiler.is_exporting()
 
 
 constant_under_compile(_compiler_needs_operators)
-
-
-def _refuse_second_derivative(grads: Any, grad_outputs: Any) -> Any:
-    """Refuse second derivatives, as a hook of PyTorch's operator: see `_Attention.backward`."""
-    return _once_differentiable(grads, *grad_outputs) if torch.is_grad_enabled() else None

@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import autograd
-from .autograd import refuse_second_derivative
 from .backends.base import Call
 from .errors import ArgumentError, BackendRefused
 from .operators import (
@@ -27,11 +26,21 @@ from .operators import (
     TANGENT_DIFFERENTIATED,
     flat,
     only_of_primal_op,
+    refuse_second_derivative,
     register_flops,
     tangent_op,
 )
 from .surroundings import has_tangent, in_forward_mode, requires_grad, under_vmap
-from .types import Dual, Forward, Request, Spec, constant_under_compile, in_dtype
+from .types import (
+    Dual,
+    Forward,
+    Request,
+    Spec,
+    allow_in_graph,
+    called_in_graph,
+    constant_under_compile,
+    in_dtype,
+)
 
 _SINK, _CAPTURED = 4, 7  # of an autograd function's tensors: the end of q, k, v and sink; captured
 
@@ -161,26 +170,11 @@ def _runner(text: str, q: Tensor, *numbers: Any) -> _Runner:
     return _Runner(autograd.operators_of(autograd.ON_ONE_DEVICE, Spec.parse(text), q, *numbers))
 
 
+@called_in_graph
 def _with_tangent(text: str, numbers: tuple, *inputs: Any) -> tuple:
     """Return the results of `_WithTangent`, a call in the graph of a compiled program: `text` is
     the spec's."""
     return _WithTangent.apply(_runner(text, inputs[0], *numbers), *inputs)
-
-
-def _primal(text: str, numbers: tuple, *inputs: Any) -> tuple:
-    """Return the results of `autograd._Attention`, a call in a compiled graph as `_with_tangent`
-    is."""
-    return autograd._Attention.apply(_runner(text, inputs[0], *numbers), *inputs)
-
-
-def _allow_in_graph() -> None:
-    """Tell Dynamo, while it traces, to take these functions as they are. (To tell it earlier would
-    load it.)"""
-    for function in (_with_tangent, _primal):
-        torch.compiler.allow_in_graph(function)
-
-
-constant_under_compile(_allow_in_graph)
 
 
 def attention(spec: Spec, call: Call) -> Forward:
@@ -203,8 +197,8 @@ def attention(spec: Spec, call: Call) -> Forward:
         return Forward(out, lse, dual.max_logit, dual.row_max, entropy)
     if not is_compiling():
         return _under_transforms(spec, call, inputs, numbers)
-    _allow_in_graph()
-    return autograd.as_forward(*_primal(spec.text, numbers, *primal))
+    allow_in_graph()
+    return autograd.as_forward(*autograd.apply_in_graph(spec.text, numbers, *primal))
 
 
 def _why_not_compiled() -> str:
@@ -327,7 +321,7 @@ def _run(spec: Spec, inputs: list[Tensor | None], along: list, numbers: tuple) -
         )  # fmt: skip
         return Dual(in_dtype(out, spec.result_dtype(q.dtype)), *results)  # type: ignore[union-attr]
     if compiling:
-        _allow_in_graph()
+        allow_in_graph()
     else:
         autograd.copy_unsavable(inputs)
     out, lse, entropy, *tangents, max_logit, row_max, _ = _with_tangent(

@@ -1,5 +1,5 @@
 """Forward, backward, tangent and inference as PyTorch operators: schemas, fakes, rules of vmap,
-and formulas of their flops.
+formulas of their flops, and gradients that refuse to be differentiated.
 
 They are opaque to compilers (`torch.library.define` / `impl`): the spec's text and the shapes
 determine what they do. The gradient is above them, in `autograd`, which completes
@@ -8,11 +8,12 @@ determine what they do. The gradient is above them, in `autograd`, which complet
 
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.fx import traceback
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy
@@ -395,3 +396,57 @@ def register_flops() -> None:
     for mode in _get_current_dispatch_mode_stack():  # modes copy the registry when they are made
         if isinstance(active := getattr(mode, "counter", None), counter.FlopCounterMode):
             active.flop_registry.update({op: counter.flop_registry[op] for op in (*formulas, *raw)})
+
+
+# -- attention has no second derivative -----------------------------------------------------------
+
+HESSIAN = "a backward in forward mode, as torch.func.hessian makes one"
+
+
+def refuse_second_derivative(what: str) -> Never:
+    """Raise the error of a second derivative; `what` was differentiated again."""
+    raise BackendRefused(
+        f"attention has no second derivative ({what}); if you need one, as for a gradient "
+        f"penalty, {MATH}"
+    )
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """A gradient that refuses to be differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad, *differentiable):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        refuse_second_derivative(
+            "you differentiated the gradients of a call, as create_graph=True allows"
+            if not is_compiling()
+            else "torch.compile differentiates what torch.func.grad returns wherever an input "
+            "requires grad; detach() your parameters, or call under torch.no_grad()"
+        )
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_second_derivative(HESSIAN)
+
+
+def once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None) -> tuple:
+    """Return gradients that refuse to be differentiated with respect to any of `inputs`."""
+    differentiable = [x for x in inputs if x is not None and x.requires_grad]
+    return tuple([
+        None if g is None else _OnceDifferentiable.apply(g, *differentiable) for g in grads
+    ])  # fmt: skip
+
+
+def refuse_create_graph(grads: Any, grad_outputs: Any) -> Any:
+    """Return `once_differentiable` gradients where a graph of the backward is made, as a hook of
+    PyTorch's operator."""
+    return once_differentiable(grads, *grad_outputs) if torch.is_grad_enabled() else None

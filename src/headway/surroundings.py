@@ -159,6 +159,7 @@ def has_tangent(x: Tensor) -> bool:
     program, in the innermost one.
 
     A level can only be queried while no level above it is active, and `vmap` has no rule for it.
+    What a transform that has ended wrapped has none there.
     """
     if not in_forward_mode():
         return False
@@ -166,6 +167,8 @@ def has_tangent(x: Tensor) -> bool:
         return not under_vmap() and forward_ad.unpack_dual(x).tangent is not None
     with ExitStack() as popped_levels:
         while True:
+            while is_wrapped(x) and _functorch.maybe_get_level(x) < 0:
+                x = _functorch.get_unwrapped(x)
             level = max(_functorch.maybe_get_level(x), 0)
             while (top := _functorch.peek_interpreter_stack()) is not None and top.level() > level:
                 popped_levels.enter_context(temporarily_pop_interpreter_stack())

@@ -163,6 +163,25 @@ def constant_under_compile(fn: Callable) -> None:
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_IN_GRAPH: list[Callable] = []
+
+
+def called_in_graph(fn: _Fn) -> _Fn:
+    """Decorate a function that Dynamo does not trace after `allow_in_graph`: calls of it are in its
+    graph."""
+    _IN_GRAPH.append(fn)
+    return fn
+
+
+def allow_in_graph() -> None:
+    """Tell Dynamo which functions are `called_in_graph`, while it traces: earlier would load it."""
+    for fn in _IN_GRAPH:
+        torch.compiler.allow_in_graph(fn)
+
+
+constant_under_compile(allow_in_graph)
+
+
 def refuse_under_compile(error: type[HeadwayError], message: str) -> NoReturn:
     """Raise an error where `torch.compile` takes it for one of its own: a graph break, or with
     fullgraph=True the error that the user sees. To be called by constants of a compiled program."""

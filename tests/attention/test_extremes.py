@@ -8,6 +8,7 @@ as its own dtype rounds it; queries and keys are such that S itself is exact.
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -193,13 +194,23 @@ def test_other_rows_keep_their_bits():
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def by_torch_func(run: Callable, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    return torch.func.grad(lambda qkv: (run(*qkv) * dout).sum())([x.detach() for x in leaves])
+
+
+def by_autograd(run: Callable, leaves: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(run(*leaves), leaves, dout)
+
+
+@pytest.mark.parametrize("compiled", ["eager", "compiled", "compiled with its gradient"])
 @pytest.mark.parametrize("mask", [None, hw.causal()], ids=["none", "causal"])
 def test_large_logits_of_a_plain_call(mask, compiled):
     """Whatever number all logits share, gradients are those of the definition: S is exact here, and
     dense float32 is off by 1e-6."""
     run = lambda *qkv: hw.attention(*qkv, mask=mask, scale=0.25)
-    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    compile = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    run = compile(run) if compiled == "compiled" else run
+    differentiate = compile(by_torch_func) if compiled.endswith("gradient") else by_autograd
     kept = None if mask is None else lambda b, h, i, j: j <= i
     for shared in (0.0, 2.0**6, -(2.0 ** random.randint(7, 9)), 2.0**10):
         leaves = inputs(2, 4, 2, 33, torch.float32)
@@ -207,7 +218,7 @@ def test_large_logits_of_a_plain_call(mask, compiled):
             leaves[0][..., 0] = leaves[1][..., 0] = abs(shared)
             leaves[1][..., 0] *= math.copysign(1, shared)
         dout = torch.randn(2, 4, 33, 4)
-        grads = torch.autograd.grad(run(*leaves), leaves, dout)
+        grads = differentiate(run, leaves, dout)
         exact = [x.detach().double().requires_grad_() for x in leaves]
         out, _ = dense(lambda tables: lambda s, *at: s, {}, kept, torch.float64, *exact, None)
         rights = torch.autograd.grad(out, exact, dout.double())

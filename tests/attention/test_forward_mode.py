@@ -394,6 +394,16 @@ def hessian(run):
     )
 
 
+def hessian_of_sum(run):
+    """No gradient of a result has a tangent."""
+    run(torch.func.hessian(lambda q: ours(q, K, V, LEAF).sum()))(Q)
+
+
+def hessian_of_batch(run):
+    each = torch.func.hessian(lambda q: hw.attention_with_stats(q, K, V).lse.sum())
+    run(torch.vmap(each))(torch.stack([Q, 2 * Q]))
+
+
 def pairs_of_duals(run):
     call = lambda q, a: hw.attention_jvp(q, K, V, tangents={"q": a})
     run(lambda q, a: torch.func.jvp(lambda q: call(q, a), (q,), (a,)))(Q, DQ)
@@ -409,11 +419,13 @@ def loss_outside(run):
 
 def grad_of_jvp(run):
     tangent = lambda q, a: torch.func.jvp(lambda q: ours(q, K, V, LEAF), (q,), (a,))[1].sum()
-    run(torch.func.grad(tangent))(Q, DQ)
+    with torch.no_grad():  # a compiler differentiates the gradient by LEAF as well
+        run(torch.func.grad(tangent))(Q, DQ)
 
 
 REFUSED = {
     jvp_of_jvp: "second derivative", jvp_of_grad: "second derivative", hessian: "second derivative",
+    hessian_of_sum: "second derivative", hessian_of_batch: "second derivative",
     pairs_of_duals: "second derivative", loss_of_tangent: "has no gradient",
     loss_outside: "has no gradient", grad_of_jvp: "has no gradient",
 }  # fmt: skip

@@ -101,19 +101,63 @@ def test_a_mask_may_be_seen_first_below_a_transform():
     torch.testing.assert_close(found, expected)
 
 
-def test_compiled_transforms_are_right_or_refused():
-    """Below `torch.func.grad` Dynamo drops what an autograd function says of gradients."""
-    q, k, v = qkv()
-    plain = torch.func.grad(lambda q: hw.attention(q, k, v, mask=hw.causal()).square().sum())
-    found = torch.compile(plain, fullgraph=True, backend="aot_eager")(q)
-    torch.testing.assert_close(found, plain(q))
-    scored = torch.func.grad(lambda q: hw.attention(q, k, v, hw.softcap(3.0)).square().sum())
-    with pytest.raises(Exception, match="would lose the gradients"):
-        torch.compile(scored, fullgraph=True, backend="aot_eager")(q)
-    batch = torch.func.vmap(lambda q: hw.attention(q, k, v, hw.softcap(3.0)))
-    q = torch.stack([q, 2 * q])
-    found = torch.compile(batch, fullgraph=True, backend="aot_eager")(q)
-    torch.testing.assert_close(found, batch(q))
+TABLE = torch.randn(4, 65)
+
+
+def statistics(q, k, v, table, sink):
+    results = hw.attention_with_stats(q, k, v, hw.softcap(3.0), hw.causal(), entropy=True)
+    return results.out.square().sum() + (results.lse + results.entropy).sin().sum()
+
+
+LOSSES = {
+    "plain": lambda q, k, v, *_: hw.attention(q, k, v),
+    "a captured table": lambda q, k, v, table, _: hw.attention(
+        q, k, v, lambda s, b, h, i, j: s * table[h, 64] + table[h, i - j + 32], hw.causal()
+    ),
+    "a sink and dropout": lambda q, k, v, table, sink: hw.attention(
+        q, q, v, sink=sink, dropout=0.3, seed=5
+    ),
+    "statistics": statistics,
+    "a jvp": lambda q, k, v, *_: torch.func.jvp(
+        lambda q: hw.attention(q, k, v, hw.softcap(3.0)), (q,), (q,)
+    )[0],
+}
+
+
+def gradients_of(name):
+    loss = lambda *inputs: LOSSES[name](*inputs).square().sum()
+    grads = torch.func.grad(loss, argnums=(0, 1, 2, 3, 4))
+    torch._dynamo.reset()
+    return grads, torch.compile(grads, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_compiled_gradients_of_torch_func(name):
+    """Inside of what is compiled they are those of outside. (Dynamo drops what an autograd function
+    says of gradients below transforms.)"""
+    grads, compiled = gradients_of(name)
+    inputs = *qkv(), TABLE, torch.randn(4)
+    torch.testing.assert_close(compiled(*inputs), grads(*inputs))
+
+
+def test_compiled_gradients_of_torch_func_refuse_to_be_differentiated():
+    grads, compiled = gradients_of("a captured table")
+    learned = *qkv(requires_grad=True), TABLE, torch.randn(4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*learned), grads(*learned))
+    for run in (grads, compiled):
+        with pytest.raises(Exception, match="second derivative"):
+            torch.autograd.grad(run(*learned)[0].sum(), learned[0])
+
+
+def test_compiled_gradients_of_each_entry_of_a_batch():
+    q, k, v = (torch.stack([x, 2 * x]) for x in qkv())
+    scored = lambda q, k, v: hw.attention(q, k, v, hw.softcap(3.0))
+    each = torch.func.vmap(torch.func.grad(lambda *inputs: scored(*inputs).square().sum()))
+    for run in (torch.func.vmap(scored), each):
+        torch._dynamo.reset()
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, k, v), run(q, k, v))
 
 
 def test_operators_called_by_themselves_are_differentiable():
