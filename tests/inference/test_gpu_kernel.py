@@ -1,15 +1,10 @@
 """The kernel of inference, run on the CPU: by Triton's interpreter, and as it is compiled for each
 GPU. `long/emulated.py` runs all cases for all GPUs."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,6 +30,7 @@ from headway.blocks import Tiles
 from headway.inference import slots
 from headway.resolve import resolve
 from headway.types import KV, Captured, Coords, Request, Spec
+from interpreted import interpreted
 from tools.compile_triton import _resources, compiling
 from tools.emulator.launch import emulating
 
@@ -45,12 +41,7 @@ from .slot_writes import wrong_write
 
 
 def test_interpreted():
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "tools" / "interpret_inference.py"],
-        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    assert interpreted("interpret_inference.py") == {}
 
 
 # Each for a part of its own: pages by key, window and merging; lists of chosen pages, of tiles for

@@ -22,8 +22,10 @@ def quicker() -> Iterator[None]:
 
     A launch replaces the functions of `triton.language` once for the globals of a function, where
     Triton does it at every call of a device function. Integers are not computed a second time to
-    look for an overflow: outside of Triton's debug mode nobody is told of what that finds. And types
-    are values: those of a name are made once, with what every tensor takes from its type.
+    look for an overflow: outside of Triton's debug mode nobody is told of what that finds. Types
+    are values: those of a name are made once, with what every tensor takes from its type. And what
+    becomes of the operands of an operation follows from their types, and from the numbers among
+    them: it is found once. NumPy broadcasts by itself.
     """
     patch: Callable[[Callable], Any] = interpreter._patch_lang
     run = interpreter.GridExecutor.__call__
@@ -41,12 +43,14 @@ def quicker() -> Iterator[None]:
         run(self, *args, **named)
 
     unwrap, broadcast = core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value
+    operands_of = TritonSemantic.binary_op_type_checking_impl
     block_type, tensor = core.block_type.__init__, core.tensor.__init__
     np_dtype = interpreter._get_np_dtype
     shapes: dict[tuple[int, ...], Any] = {}  # one object for each shape
     types: dict[Any, dict[str, Any]] = {}  # attributes of a block type
     tensors: dict[str, dict[str, Any]] = {}  # attributes of a tensor of a type
     np_dtypes: dict[str, Any] = {}
+    operands: dict[tuple, tuple[Any, Any] | None] = {}  # what replaces each: a type, a number
 
     def unwrapped(value: Any) -> Any:
         return value if type(value) in PLAIN else unwrap(value)
@@ -69,6 +73,31 @@ def quicker() -> Iterator[None]:
         same = getattr(lhs.type, "shape", None) is getattr(rhs.type, "shape", None)
         return (lhs, rhs) if same else broadcast(self, lhs, rhs)
 
+    def operands_once(self: Any, lhs: Any, rhs: Any, *options: bool) -> tuple[Any, Any]:
+        key = _kind(lhs), _kind(rhs), options
+        if key not in operands:
+            made = operands_of(self, lhs, rhs, *options)
+            pairs = [*zip((lhs, rhs), made, strict=True)]
+            cast = any(type(x) is core.tensor and x.dtype != y.dtype for x, y in pairs)
+            operands[key] = None if cast else tuple(
+                [y.type if type(x) is core.tensor else y for x, y in pairs]
+            )  # fmt: skip
+            return made
+        known = operands[key]
+        if known is None:
+            return operands_of(self, lhs, rhs, *options)
+        return _replaced(lhs, known[0]), _replaced(rhs, known[1])
+
+    def patch_attribute(obj: Any, name: str, member: Callable, builder: Any, scope: Any) -> None:
+        semantic = TritonSemantic(builder)
+        called = getattr(member, "__wrapped__", member)  # without a look for the semantic
+
+        def with_semantic(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return called(*args, **named)
+
+        scope.set_attr(obj, name, with_semantic)
+
     def as_numpy(dtype: Any) -> Any:
         if dtype.name not in np_dtypes:
             np_dtypes[dtype.name] = np_dtype(dtype)
@@ -80,9 +109,22 @@ def quicker() -> Iterator[None]:
         mock.patch.object(core.block_type, "__init__", init_block_type),
         mock.patch.object(core.tensor, "__init__", init_tensor),
         mock.patch.object(TritonSemantic, "broadcast_impl_value", of_one_shape),
+        mock.patch.object(TritonSemantic, "binary_op_type_checking_impl", operands_once),
+        mock.patch.object(interpreter, "_patch_attr", patch_attribute),
         mock.patch.object(interpreter, "_get_np_dtype", as_numpy),
         mock.patch.object(interpreter, "_patch_lang", once),
         mock.patch.object(interpreter.GridExecutor, "__call__", launch),
         mock.patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)),
     ):
         yield
+
+
+def _kind(x: Any) -> Any:
+    """A tensor's type, or which number it is."""
+    return x.type.name if type(x) is core.tensor else (type(x), str(x))
+
+
+def _replaced(x: Any, by: Any) -> Any:
+    if type(x) is not core.tensor:
+        return by
+    return x if x.type is by or x.type.name == by.name else core.tensor(x.handle, by)

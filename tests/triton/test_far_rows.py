@@ -3,13 +3,8 @@
 What they do instead is what `explain` says and no more: other rows are right, and nothing is NaN.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,20 +13,14 @@ import headway as hw
 from headway.backends import get
 from headway.backends.gpu import MAX_LSE, limits
 from headway.resolve import prepare
-
-TOOLS = Path(__file__).parents[1] / "tools"
+from interpreted import interpreted
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[float, dict[str, float]]:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    done = subprocess.run(
-        [sys.executable, TOOLS / "interpret_far_rows.py"],
-        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return {float(n): off for n, off in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {float(n): off for n, off in interpreted("interpret_far_rows.py").items()}
 
 
 def test_other_rows_are_right(found):

@@ -1,31 +1,14 @@
-"""The kernels themselves, on the CPU: Triton's interpreter runs them on small cases of the table.
+"""The kernels themselves, on the CPU: Triton's interpreter runs them on small cases of the table."""
 
-The interpreter is chosen when Triton is first imported, so these run in a process of their own.
-"""
-
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
+from interpreted import interpreted
+
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-TOOLS = Path(__file__).parents[1] / "tools"
 
 PARTS = 2  # the suite runs them side by side
-
-
-def interpreted(script: str, *arguments: object) -> dict[str, str]:
-    """What a script prints last."""
-    done = subprocess.run(
-        [sys.executable, TOOLS / script, *map(str, arguments)],
-        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("part", range(PARTS))
