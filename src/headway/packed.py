@@ -273,7 +273,8 @@ class Side(NamedTuple):
         name = template.format(self.name)
         fits = isinstance(x, Tensor) and x.dim() == 1 and x.dtype in (torch.int32, torch.int64)
         if not fits or (x.shape[0] < 1 if size is None else x.shape[0] != size):
-            axes = "(sequences + 1,) that rises from 0" if size is None else f"({size},)"
+            axes = f"(sequences,) = ({size},)"
+            axes = "(sequences + 1,) that rises from 0" if size is None else axes
             raise ArgumentError(f"{name} must be an int32 or int64 tensor {axes}, got {_kind(x)}")
         if x.device != self.device:
             raise ArgumentError(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import headway as hw
 import oracle
 from headway.compat import flash, flash3, flash4, torch_varlen
 from headway.errors import HeadwayError
@@ -556,6 +557,10 @@ REFUSED = {
     "mask and window": (
         "mask_mod", lambda: flash4.flash_attn_func(Q, K, K, causal=True, mask_mod=holes)
     ),
+    "mask of another number of sequences": (
+        r"padding.*\(3,\)", lambda: packed4(mask_mod=hw.padding(torch.tensor([1, 2, 3])))
+    ),
+    "score is a number": (r"score=3 is not callable", lambda: packed4(score_mod=3)),
     "softcap and score": (
         "softcap", lambda: flash4.flash_attn_func(Q, K, K, softcap=2.0, score_mod=curved)
     ),

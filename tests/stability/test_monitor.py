@@ -18,6 +18,7 @@ import headway as hw
 from attention.test_row_statistics import dense
 from headway import run
 from headway.compat import torch_sdpa
+from headway.compat.flash import flash_attn_varlen_func
 from headway.errors import ArgumentError
 from headway.inference import attention as attend_cache
 from headway.nn import MLA, Attention, Rotary
@@ -121,7 +122,7 @@ def curved(s, b, h, i, j):
     return torch.tanh(s) - 0.3 * h * torch.abs(i - j)
 
 
-def packed(self, q, k, v):
+def packed(self, q, k, v, attend=hw.varlen_attention):
     """Two sequences in a row, each from its own start on: the calls are two."""
     (b, _, length, _), call = q.shape, self.calls.pop()
     cut = length // 2
@@ -131,8 +132,15 @@ def packed(self, q, k, v):
             self.calls.append((*qk, *call[2:]))
     offsets = torch.tensor([n * length + x for n in range(b) for x in (0, cut)] + [b * length])
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = hw.varlen_attention(*rows, self.score, self.mask, cu_q=offsets.int(), max_q=length)
+    out = attend(*rows, self.score, self.mask, cu_q=offsets.int(), max_q=length)
     return out.unflatten(0, (b, length)).transpose(1, 2)
+
+
+def flash_packed(self, q, k, v):
+    def attend(q, k, v, score, mask, cu_q, max_q):
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_q, max_q, max_q, causal=True)
+
+    return packed(self, q, k, v, attend)
 
 
 def near(b, h, i, j):
@@ -149,6 +157,7 @@ MODELS = {
     "dropout": lambda: Own(dropped, mask=hw.causal()),
     "window": lambda: Own(plain, mask=near),
     "packed": lambda: Own(packed, score=lambda s, b, h, i, j: s + j, mask=near),
+    "flash-attn's packed": lambda: Own(flash_packed, mask=hw.causal()),
     "block mask": lambda: Own(block_mask, mask=hw.causal()),
     "sdpa": lambda: Own(sdpa),
     "forward mode": lambda: Own(jvp, mask=hw.causal()),

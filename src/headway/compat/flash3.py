@@ -169,7 +169,7 @@ def flash_attn_varlen_func(
     q_side = side_of("q", q, cu_seqlens_q, seqused_q, max_seqlen_q)
     k_side = side_of("k", k, cu_seqlens_k, seqused_k, max_seqlen_k)
     scales = q_descale, k_descale, v_descale
-    tensors = descaled((q, k, v), scales, q_side, k_side)
+    tensors = descaled((q, k, v), scales, q_side.starts, k_side.starts)
     out, lse, _ = attend_rows(
         *joined(*tensors, qv), q_side, (cu_seqlens_k, seqused_k, max_seqlen_k), None, options
     )

@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Results:
     mask = options.blocks
     if mask is None:
         mask = intersection(_within(options, offset), options.mask)
-    return _run(q, k, v, composition(score, options.score), mask, options)
+    return _run(_request(q, k, v, composition(score, options.score), mask, options), options)
 
 
 def attend_sequences(
@@ -58,16 +58,16 @@ def attend_sequences(
         raise NotSupported(
             "block_sparse_tensors of packed or partly used sequences; pass their mask as mask_mod"
         )
-    packing = as_call_error(pack, q_side, k_side)
-    aligned = packing.aligned()
-    score = score_of(options.softcap, options.slopes, 0, q_side.sequences, q.shape[-2])
-    score = composition(aligned.score(score), packing.score(options.score))
-    mask = aligned.mask(_within(options, 0))
-    if options.mask is not None:  # in place of limits
-        mask = packing.mask(options.mask)
     rows = q.shape[:-2]
-    in_one_row = lambda x: x.flatten(0, -3)[None]
-    out, lse, max_logit = _run(in_one_row(q), in_one_row(k), in_one_row(v), score, mask, options)
+    row = lambda x: x.flatten(0, -3)[None]
+    request = _request(row(q), row(k), row(v), options.score, options.mask, options)
+    packing = as_call_error(pack, q_side, k_side)
+    request, aligned = as_call_error(packing.request, request), packing.aligned()
+    score = score_of(options.softcap, options.slopes, 0, packing.sequences, q.shape[-2])
+    request = request._replace(score=composition(aligned.score(score), request.score))
+    if options.mask is None:  # which goes with no limits
+        request = request._replace(mask=aligned.mask(_within(options, 0)))
+    out, lse, max_logit = _run(request, options)
     out = out.view(*rows, *out.shape[2:])
     if lse is not None:
         lse = lse[0] if q.dim() == 3 else lse[0].unflatten(1, rows).transpose(0, 1)
@@ -121,30 +121,26 @@ def widened(x: Tensor) -> Tensor:
 
 def descaled(
     tensors: tuple[Tensor, Tensor, Tensor], scales: tuple[Any, Any, Any],
-    q_side: Side | None = None, k_side: Side | None = None,
+    cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q, k and v times their scales `(rows, key heads)`, in float32 where there are any or
     the tensors are float8."""
     if scales == (None, None, None) and not any(map(_is_float8, tensors)):
         return tensors
     hk, scaled = tensors[1].shape[-2], []
-    sides = q_side, k_side, k_side
-    for name, x, scale, side in zip("qkv", tensors, scales, sides, strict=True):
+    for name, x, scale, cu in zip("qkv", tensors, scales, (cu_q, cu_k, cu_k), strict=True):
         product = x.float()
-        if scale is not None:
-            rows = x.shape[0] if side is None else side.sequences
-            if not isinstance(scale, Tensor) or tuple(scale.shape) != (rows, hk):
-                raise CallError(f"{name}_descale must be ({rows}, {hk}), got {shown(scale)}")
-            of_heads = scale.repeat_interleave(x.shape[-2] // hk, 1)  # (rows, heads)
-            packed = side is not None and x.dim() == 3
-            of_tokens = (
-                of_heads[sequence_of_tokens(side.starts, side.tokens)]
-                if packed
-                else of_heads[:, None]
-            )
-            product = product * of_tokens[..., None]
-        scaled.append(product)
+        scaled.append(product if scale is None else product * scale_of(name, x, scale, hk, cu))
     return tuple(scaled)  # type: ignore[return-value]
+
+
+def scale_of(name: str, x: Tensor, scale: Any, hk: int, cu: Tensor | None) -> Tensor:
+    """Return the scale of every token and head of x from those of rows and key heads."""
+    rows = x.shape[0] if cu is None else cu.shape[0] - 1
+    if not isinstance(scale, Tensor) or tuple(scale.shape) != (rows, hk):
+        raise CallError(f"{name}_descale must be ({rows}, {hk}), got {shown(scale)}")
+    of_heads = scale.repeat_interleave(x.shape[-2] // hk, 1)[..., None]  # (rows, heads, 1)
+    return of_heads[:, None] if cu is None else of_heads[sequence_of_tokens(cu, x.shape[0])]
 
 
 def unpaged(k: Tensor, page_table: Tensor, lengths: Tensor) -> Tensor:
@@ -160,12 +156,17 @@ def unpaged(k: Tensor, page_table: Tensor, lengths: Tensor) -> Tensor:
     return k[pages.clamp(0, last)].flatten(1, 2)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, options: FlashOptions) -> Results:
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    request = Request(
-        q, k, v, score, mask, scale=options.scale, sink=options.sink, dropout=options.dropout,
-        deterministic=options.deterministic, max_logit=options.want_max_logit,
+def _request(
+    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, options: FlashOptions
+) -> Request:
+    return Request(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, scale=options.scale,
+        sink=options.sink, dropout=options.dropout, deterministic=options.deterministic,
+        max_logit=options.want_max_logit,
     )  # fmt: skip
+
+
+def _run(request: Request, options: FlashOptions) -> Results:
     lse = max_logit = None
     try:
         if options.want_lse or options.want_max_logit:
@@ -173,7 +174,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, options: FlashO
         else:
             out = run_out(request)
     except ArgumentError as error:
-        raise CallError(f"{error}{heads_swapped(q, k, options.sink)}") from error
+        raise CallError(f"{error}{heads_swapped(request.q, request.k, options.sink)}") from error
     except ModError as error:
         raise CallModError(str(error)) from error
     return Results(

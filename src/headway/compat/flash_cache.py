@@ -13,7 +13,7 @@ from ..mods.base import intersection, value
 from ..nn.rotary import Angles, Rotary
 from ..packed import sequence_of_tokens
 from .errors import CallError, NotSupported, as_call_error
-from .flash_attend import Results, in_dtype_of, same_chunk, side_of, widened
+from .flash_attend import Results, in_dtype_of, same_chunk, scale_of, side_of, widened
 from .flash_parts import (
     FLASH_2,
     FlashOptions,
@@ -171,7 +171,7 @@ def flash_attn_with_kvcache(
     elif k is not None or v is not None:
         raise CallError("k and v go together: new keys without values, or values without keys")
     if q_descale is not None:
-        q = _descaled(q, q_descale, cu_seqlens_q)
+        q = (q * scale_of("q", q, q_descale, k_cache.shape[-2], cu_seqlens_q)).to(q.dtype)
     out, lse, _ = attend_cache(
         q, k_cache, v_cache, options, lengths, pages, cu_seqlens_q, max_seqlen_q, cache_leftpad,
         k_descale, v_descale,
@@ -396,14 +396,6 @@ def _lengths(lengths: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Ten
                 f"cache_seqlens has {wrong}, but {_NO_ROOM} {capacity} keys a row, from 0 on"
             )
     return lengths.to(torch.int32)
-
-
-def _descaled(q: Tensor, scale: Tensor, cu: Tensor | None) -> Tensor:
-    """Return q times `(b, hk)` scales."""
-    of_heads = scale.repeat_interleave(q.shape[-2] // scale.shape[1], 1)  # (b, hq)
-    if cu is None:
-        return (q * of_heads[:, None, :, None]).to(q.dtype)
-    return (q * of_heads[sequence_of_tokens(cu, q.shape[0])][..., None]).to(q.dtype)
 
 
 def _check_places(cos: Any, sin: Any, idx: Any) -> None:
