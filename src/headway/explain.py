@@ -16,6 +16,7 @@ from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .keywords import unknown_keywords
 from .mods import causal, many_reads, retraced
+from .mods.base import show
 from .mods.bounds.interval import why_elements
 from .mods.graph import parse
 from .mods.library.packed import PackedMask
@@ -156,7 +157,7 @@ def explain(
         for n, x in zip("qkv", (q, k, v), strict=True)
     )
     mods_text = "".join(
-        f", {n} = {_name(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
+        f", {n} = {show(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
     )
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
     lengths, over_ranks = (q.shape[2], k.shape[2]), []
@@ -210,10 +211,6 @@ def _of_functions(score: Any, mask: Any, say: Callable[[str, Callable], str | No
     mods = ("score", score), ("mask", formula_of(mask))
     whys = [(kind, say(kind, mod)) for kind, mod in mods if mod is not None]
     return [f"the {kind} {why}" for kind, why in whys if why is not None]
-
-
-def _name(mod: Any) -> str:
-    return getattr(mod, "__qualname__", None) or repr(mod)
 
 
 def _tiles(spec: Spec, call: Any, lengths: tuple[int, int]) -> tuple[int, int, int] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
-from ..mods.base import Both, Either, MaskFn, Mod, Shifted
+from ..mods.base import Both, Either, MaskFn, Shifted, show
 from ..mods.lowering import describe, restore
 from ..mods.tracing.capture import collect_reads
 from ..types import PACKAGE, as_int
@@ -120,9 +120,7 @@ class BlockMask:
 
     def name(self) -> str:
         """Return the mask as it prints: `causal() & sliding_window(1024)`, or a function's name."""
-        if isinstance(self.mask, Mod):
-            return repr(self.mask)
-        return getattr(self.mask, "__qualname__", None) or repr(self.mask)
+        return show(self.mask)
 
     def summary(self) -> str:
         """Return one line: the mask, its shape, and the counts of full, partial and empty tiles."""

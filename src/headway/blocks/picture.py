@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..mods.base import MaskFn, Mod, ScoreFn
+from ..mods.base import MaskFn, ScoreFn, show
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..mods.lowering import lower_mod
 from ..types import as_int
@@ -340,14 +340,10 @@ def of_score(
         meaning = "not finite" if other_values else "not kept"
         legend.insert(0, (COLOURS[0], meaning))
         key.insert(0, (texts[0], meaning))
-    title = f"{_name(score)}{'' if mask is None else f', where {_name(mask)}'}\nof logits of 0"
+    title = f"{show(score)}{'' if mask is None else f', where {show(mask)}'}\nof logits of 0"
     if len(groups) > len(panel_list):
         title += f"; {len(panel_list)} of {len(groups)} batches and heads"
     return Picture(title, panel_list, (q_len, kv_len), colours, texts, legend, len(groups), key)
-
-
-def _name(mod: Any) -> str:
-    return repr(mod) if isinstance(mod, Mod) else getattr(mod, "__qualname__", repr(mod))
 
 
 def _between(share: float) -> str:

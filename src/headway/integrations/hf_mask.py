@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from ..distributed.layout import Layout
 from ..errors import BackendRefused
 from ..mods import dense
-from ..mods.base import MaskFn, Mod
+from ..mods.base import MaskFn
+from ..mods.lowering import describe, restore
 
 # What describes a tensor and reads none of its numbers.
 _DESCRIBES = frozenset(
@@ -240,26 +241,12 @@ def _shares(out: Any, square: Tensor) -> bool:
     return any(isinstance(x, Tensor) and x.untyped_storage()._cdata == memory for x in leaves)
 
 
-class _UserFunction(Exception):
-    """Raised where a mask is a function of the user, whose tensors may be anywhere."""
-
-
 def _carried(mask: AttentionMask, device: torch.device) -> MaskFn | None:
-    """Return the mask on another device: a value with its tensors there, else its square."""
-    try:
-        return _elsewhere(mask.mask, device)
-    except _UserFunction:
+    """Return the mask on another device: a value with its tensors there. Of a user's function,
+    whose tensors may be anywhere, its square."""
+    if mask.mask is None:
+        return None
+    parts = describe(mask.mask)
+    if parts.functions:
         return dense(kept(mask.square()).to(device))
-
-
-def _elsewhere(part: Any, device: torch.device) -> Any:
-    if isinstance(part, Tensor):
-        return part.to(device)
-    if isinstance(part, Mod):
-        moved = object.__new__(type(part))
-        for name in part.fields:
-            object.__setattr__(moved, name, _elsewhere(getattr(part, name), device))
-        return moved
-    if callable(part):
-        raise _UserFunction
-    return part
+    return restore(parts._replace(tensors=[t.to(device) for t in parts.tensors]))

@@ -139,10 +139,8 @@ class MuonClip(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        self._muon.param_groups, self._adamw.param_groups = (
-            self.param_groups[:1],
-            self.param_groups[1:],
-        )
+        self._muon.param_groups = self.param_groups[:1]
+        self._adamw.param_groups = self.param_groups[1:]
         self._muon.state = self._adamw.state = self.state
 
 

@@ -209,10 +209,8 @@ def backward(
     else:
         dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
         for item, keys, bias, _ in _segments_with_bias(spec, call, q.dtype):
-            q_index, kv_index = (
-                (item.kv_heads, item.group_heads, item.queries),
-                (item.kv_heads, item.group_heads, keys),
-            )
+            q_index = item.kv_heads, item.group_heads, item.queries
+            kv_index = item.kv_heads, item.group_heads, keys
             grads = _backward(
                 dout[q_index], q[q_index], k[kv_index], v[kv_index], delta_out[q_index],
                 lse[q_index], 0.0, False, attn_mask=bias, scale=spec.scale,

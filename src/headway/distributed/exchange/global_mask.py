@@ -76,8 +76,12 @@ class GlobalBlockMask(NamedTuple):
         """
         device = self.tiles.row_order.device
         groups = torch.arange(self.b, device=device)[:, None] * self.h
-        groups = groups + torch.arange(self.h, device=device)[_head_slice(q_heads, self.h)]
-        row_ranges = _true_ranges(self.owner == rank) if rank is not None else [(0, self.q_tiles)]
+        heads = slice(q_heads.start, q_heads.stop) if self.h > 1 else slice(None)
+        groups = groups + torch.arange(self.h, device=device)[heads]
+        row_ranges = [(0, self.q_tiles)]
+        if rank is not None:
+            owned = (self.owner == rank)[None]
+            row_ranges = ranges_of_tiles(owned, 1, owned.size)[0].tolist()
         if q_ranges is not None and self.has_whole_tiles:
             tile_q = self.tile[0]
             row_ranges = [(int(a) // tile_q, -(-int(b) // tile_q)) for a, b in q_ranges]
@@ -207,16 +211,6 @@ def join_ranges(start: np.ndarray, size: np.ndarray) -> np.ndarray:
     integers = np.repeat(start - (size.cumsum() - size), size)
     integers += np.arange(len(integers))
     return integers
-
-
-def _true_ranges(flags: np.ndarray) -> list[tuple[int, int]]:
-    """Return the ranges (start, stop) in which flags are True."""
-    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
-def _head_slice(q_heads: range, mask_heads: int) -> slice:
-    return slice(q_heads.start, q_heads.stop) if mask_heads > 1 else slice(None)
 
 
 def _in_groups(groups: Tensor, rows: np.ndarray, group_rows: int, device: torch.device) -> Tensor:

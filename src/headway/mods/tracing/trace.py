@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...errors import ModError
 from ...surroundings import isolated
 from ..graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
+from ..mod import show
 from .call_recorder import CallRecorder
 from .functions import is_unlinked, link
 from .locations import location_in_traceback, quote
@@ -147,7 +148,7 @@ def trace(
     """
     grad_enabled = torch.is_grad_enabled()
     grad = grad_enabled or not as_called
-    tracer = Tracer(f"{kind} function {_name(fn)}", kind == "score" and grad, gradients)
+    tracer = Tracer(f"{kind} function {show(fn)}", kind == "score" and grad, gradients)
     code = getattr(fn, "__code__", None)
     tracer.location = (code.co_filename, code.co_firstlineno) if code else None
     with isolated(as_called), torch.set_grad_enabled(grad):
@@ -226,7 +227,3 @@ def _output(tracer: Tracer, kind: str, result: Any, dtype: torch.dtype) -> Arg:
         tracer.refuse("returned a boolean", "return the new score; pass a mask as mask=")
     tracer.arg(result)  # one number
     return tracer.cast(result, dtype)  # type: ignore[return-value]
-
-
-def _name(fn: Any) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
