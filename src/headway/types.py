@@ -81,7 +81,8 @@ class Spec:
     sink: bool = False
     max_logit: bool = False  # compute the largest logit of every head
     row_max: bool = False  # compute the largest score of every row
-    entropy: bool = False  # compute the entropy of every row of P
+    # Compute the entropy of every row of P, or of a score that observes a number, its mean.
+    entropy: bool = False
     partial: bool = False  # results in the accumulation dtype: float32, or float64 for float64
     deterministic: bool = False
     tiles: tuple[int, int, int, int] | None = None  # of a given block mask: b, h, tile_q, tile_kv
@@ -389,7 +390,8 @@ class Forward(NamedTuple):
     lse: Tensor  # (b, hq, q_len) natural log, float32 (float64 for float64 inputs)
     max_logit: Tensor  # (b, hq) or (0,)
     row_max: Tensor  # (b, hq, q_len) or (0,)
-    entropy: Tensor  # (b, hq, q_len), of lse's dtype, or (0,)
+    # (b, hq, q_len), of lse's dtype, or (0,): where the score observes a number, its mean.
+    entropy: Tensor
 
 
 class Tangents(NamedTuple):

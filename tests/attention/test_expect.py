@@ -1,6 +1,7 @@
 """`expect`, against the dense definition, its gradients by PyTorch's autograd."""
 
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor
 
 import headway as hw
+from headway.backends import get
 from headway.errors import ArgumentError, ModError
-from headway.row_statistics import measure
 
 B, HQ, HK, N, M, D = 2, 4, 2, 7, 9, 8
 F64 = {"dtype": torch.float64, "requires_grad": True}
@@ -33,11 +34,12 @@ def dense_scores(q, k, score, mask) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 def dense(q, k, f, score, mask, sink) -> Tensor:
+    b, n, m = q.shape[0], q.shape[2], k.shape[2]
     t, kept, positions = dense_scores(q, k, score, mask)
     all_logits = t.masked_fill(~kept, -math.inf)
     if sink is not None:
-        all_logits = torch.cat([all_logits, sink[None, :, None, None].expand(B, -1, N, 1)], -1)
-    p = torch.where(kept, all_logits.softmax(-1)[..., :M], 0.0)
+        all_logits = torch.cat([all_logits, sink[None, :, None, None].expand(b, -1, n, 1)], -1)
+    p = torch.where(kept, all_logits.softmax(-1)[..., :m], 0.0)
     number = torch.as_tensor(f(*positions, t)).to(q.dtype)
     return torch.where(kept, p * number, 0.0).sum(-1)
 
@@ -61,14 +63,11 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("with_sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_definition(function, with_sink, monkeypatch):
-    has_tangents = measure._has_tangents
+def test_definition(function, with_sink):
     for n, (score, mask) in enumerate((s, m) for s in SCORES for m in MASKS):
         of = learned()
         f, s, sink = FUNCTIONS[function](of), SCORES[score](of), of["sink"] if with_sink else None
-        backend = ("cpu", "cpu", "reference")[n % 3]
-        one_pass = has_tangents if n % 3 else lambda request: False  # as on Hopper GPUs
-        monkeypatch.setattr(measure, "_has_tangents", one_pass)
+        backend = ("cpu", "reference")[n % 2]
         made = hw.expect(of["q"], of["k"], f, s, MASKS[mask], sink=sink, backend=backend)
         right = dense(of["q"], of["k"], f, s, MASKS[mask], sink)
         torch.testing.assert_close(made, right, rtol=1e-10, atol=1e-10)
@@ -86,14 +85,15 @@ def test_definition(function, with_sink, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_one_pass_where_a_backend_has_tangents(backend):
+def test_one_forward(backend):
     q, k, sink, table = (torch.randn(*x) for x in ((1, 2, 5, 8), (1, 1, 7, 8), (2,), (7,)))
     score = lambda s, b, h, i, j: torch.tanh(s) + table[j]
     mask = lambda b, h, i, j: (j <= i + 2) & (i != 3)
     f = lambda b, h, i, j, s: s * table[j] + h
-    with mock.patch.object(measure, "run_backward") as two_passes:
+    forward = get(backend).forward
+    with mock.patch.object(get(backend), "forward", side_effect=forward) as forwards:
         made = hw.expect(q, k, f, score, mask, sink=sink, backend=backend)
-    assert not two_passes.called
+    assert forwards.call_count == 1
     right = hw.expect(q.double(), k.double(), f, score, mask, sink=sink.double())
     torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-6)
 
@@ -109,6 +109,104 @@ def test_gradcheck_of_an_entropy():
     q, k = of["q"][:1, :2, :4], of["k"][:1, :1, :4]
     values = values[:1, :1, :4]
     assert torch.autograd.gradcheck(entropy, (q, k))
+
+
+NAMES = "q", "k", "table", "gain", "sink"
+
+
+def both_ways(backend: str):
+    """A mean as a function of all that it reads, and by its definition."""
+
+    def call(mean, *x, **options):
+        of = dict(zip(NAMES, x, strict=True))
+        f, score = FUNCTIONS["learned"](of), SCORES["drops"](of)
+        return mean(x[0], x[1], f, score, lambda b, h, i, j: j <= i, sink=of["sink"], **options)
+
+    return partial(call, hw.expect, backend=backend), partial(call, dense)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_forward_mode(backend):
+    of = learned()
+    inputs = tuple(of[name].detach().float() for name in NAMES)
+    along = tuple(map(torch.randn_like, inputs))
+    made, right = both_ways(backend)
+    made = torch.func.jvp(made, inputs, along)
+    right = torch.func.jvp(right, *(tuple(x.double() for x in xs) for xs in (inputs, along)))
+    for ours, theirs in zip(made, right, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gradcheck():
+    of = learned()
+    assert torch.autograd.gradcheck(both_ways("cpu")[0], tuple(of[name] for name in NAMES))
+
+
+# A score, a mask, a function, and whether there is a sink: small ones for the GPU kernels.
+SMALL = (
+    ("none", "none", "distance", False), ("none", "causal", "score", True),
+    ("table", "a row", "mass", False), ("drops", "causal", "learned", True),
+)  # fmt: skip
+
+
+def small(backend: str, dtype: torch.dtype, tolerance: float, calls: tuple = SMALL) -> None:
+    """Compare a few calls, and their gradients, with the definition in float64."""
+    for score, mask, function, with_sink in calls:
+        of = {name: x.detach()[:1, :2] for name, x in learned().items() if name in "qk"}
+        of["k"] = of["k"][:, :1]
+        of |= {name: x.detach()[:2] for name, x in learned().items() if name not in "qk"}
+        rounded = {name: x.to(dtype if name in "qk" else torch.float32) for name, x in of.items()}
+        exact = {name: x.double().requires_grad_() for name, x in rounded.items()}
+        rounded = {name: x.requires_grad_() for name, x in rounded.items()}
+        made, right = (
+            call(
+                of["q"], of["k"], FUNCTIONS[function](of), SCORES[score](of), MASKS[mask],
+                sink=of["sink"] if with_sink else None, **options,
+            )
+            for call, of, options in (
+                (hw.expect, rounded, {"backend": backend}), (dense, exact, {})
+            )
+        )  # fmt: skip
+        case = f"{score}, {mask}, {function}"
+        message = lambda text, case=case: f"{case}: {text}"
+        torch.testing.assert_close(made.double(), right, rtol=0, atol=1e-5, msg=message)
+        sent = torch.randn_like(right)
+        for name, x in rounded.items():
+            grads = [
+                torch.autograd.grad((e * s).sum(), y, allow_unused=True, retain_graph=True)[0]
+                for e, s, y in ((made, sent.float(), x), (right, sent, exact[name]))
+            ]
+            ours, theirs = (exact[name] * 0 if g is None else g.double() for g in grads)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small(dtype):
+    small("cpu", dtype, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cpu", torch.float32), ("cpu", F64["dtype"]), ("reference", F64["dtype"])],
+)
+def test_a_function_that_is_infinite_at_masked_pairs(backend, dtype):
+    sizes = (1, 2, 6, 8), (1, 2, 6, 8), (6,)
+    q, k, table = (torch.randn(*x, dtype=dtype, requires_grad=True) for x in sizes)
+    right_table = table.detach().requires_grad_()
+    f = lambda b, h, i, j, s: torch.log((i - j + 1) * 1.0) * table[i - j] / (i - j + 1)
+    made = hw.expect(q, k, f, mask=hw.causal(), backend=backend)
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    past = distance.clamp(min=0)
+    number = torch.log(past + 1.0) * right_table[past] / (past + 1)
+    logits = (q @ k.mT / 8**0.5).masked_fill(distance < 0, -math.inf)
+    right = (logits.softmax(-1) * number).sum(-1)
+    torch.testing.assert_close(made, right)
+    sent = torch.randn_like(right)
+    for ours, theirs in zip(
+        torch.autograd.grad((made * sent).sum(), (q, k, table)),
+        torch.autograd.grad((right * sent).sum(), (q, k, right_table)), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_rows_whose_every_score_is_large():

@@ -2,7 +2,8 @@
 
 `python tests/tools/compile_triton.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
 touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere;
-with `entropy` before them, of a causal call with the entropy and its gradient; with `tangent`, of one
+with `entropy` before them, of a causal call with the entropy and its gradient; with `expect`, of the
+mean of a distance; with `tangent`, of one
 with a soft cap and tangents; with `alone`, where only k, only v, or only the sink moves; with `one`, of
 forward and backward of one query, and of one key. It fails where machine code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
 are taken for dead (`lost`).
@@ -33,6 +34,7 @@ import headway as hw
 from headway.backends import triton as backend
 from headway.backends.gpu.runtime import call_plan
 from headway.resolve import prepare
+from headway.row_statistics.scores import Observing
 from headway.types import Tangents
 from tools.assembler import assembled, up_to_ptx
 from tools.emulator import launch as emulated
@@ -236,6 +238,15 @@ def causal(width: int, dtype: torch.dtype, entropy: bool = False) -> None:
     backend.backward(spec, call, q, rows, q, rows, (), rows if entropy else None)
 
 
+def expect(width: int, dtype: torch.dtype) -> None:
+    """The launches of a causal mean, forward and backward."""
+    q, rows = torch.randn(2, 4, 256, width).to(dtype), torch.zeros(2, 4, 256)
+    score = Observing(None, lambda s, b, h, i, j: (i - j) * s)
+    spec, call = prepare(q, q, q[..., :0], score, hw.causal(), backend="triton", entropy=True)
+    backend.forward(spec, call)
+    backend.backward(spec, call, call.v, rows, call.v, rows, (), rows)
+
+
 def odd(d: int, dv: int, dtype: torch.dtype) -> None:
     """A forward without a mask, of a length that leaves heads at multiples of 8."""
     q, k, v = (torch.randn(1, 4, 333, w).to(dtype) for w in (d, d, dv))
@@ -273,12 +284,13 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 def report(target: str, call: str) -> list[Compiled]:
     """The kernels of a call, as it is named on the command line."""
-    *name, widths = re.split(r"(?<=one|ent|opy)_", call)
+    *name, widths = re.split(r"(?<=one|ent|opy|ect)_", call)
     dtype, *widths = widths.split("_")
     make = causal if len(widths) == 1 else odd
     if name:
         with_entropy = partial(causal, entropy=True)
-        make = {"alone": alone, "entropy": with_entropy, "one": one, "tangent": tangent}[name[0]]
+        makers = {"alone": alone, "entropy": with_entropy, "expect": expect, "one": one}
+        make = (makers | {"tangent": tangent})[name[0]]
     return resources(target, lambda: make(*map(int, widths), DTYPES[dtype]))
 
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ragged
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
+from attention import test_expect
 from cases import BY_NAME, Case
 from checks import check
 from headway.backends.gpu.runtime.call_plan import clear
@@ -48,7 +49,7 @@ def main(part: int, parts: int) -> None:
     calls += [(name, torch.float32, True) for name in ENTROPY[part::parts]]
     if part == parts - 1:  # it has fewer cases
         calls.append((HALF, torch.float16, True))
-        wrong |= learned(torch.float16)
+        wrong |= learned(torch.float16) | expectations()
     for name, dtype, entropy in calls:
         case = replace(few_heads(name), entropy=entropy)
         if name == PAST_THE_END[0]:
@@ -70,6 +71,17 @@ def learned(dtype: torch.dtype) -> dict[str, str]:
     """Gradients of numbers in half precision, next to those where out is float32."""
     found = {str(how): errors(how, dtype, "triton") for how in SMALL}
     return {name: f"{both}" for name, both in found.items() if both[0] > 2 * both[1]}
+
+
+def expectations() -> dict[str, str]:
+    """Means of functions of the pair, and their gradients."""
+    try:
+        with guarded():
+            test_expect.small("triton", torch.float32, 1e-5)
+            test_expect.test_a_function_that_is_infinite_at_masked_pairs("triton", torch.float32)
+    except Exception as error:  # noqa: BLE001
+        return {"expect": f"{type(error).__name__}: {error}"}
+    return {}
 
 
 def few_heads(name: str) -> Case:

@@ -43,7 +43,7 @@ SHARED = (
     test_tangent.test_rows_keep_their_own_nan,
     test_tangent.test_rows_that_see_nothing_do_not_move,
     test_tangent.test_empty_shapes,
-    test_expect.test_one_pass_where_a_backend_has_tangents,
+    test_expect.test_forward_mode,
 )
 MOVING = "q", "k", "v", "sink", "q k", "q v", "k v", "slopes", ""
 # What is replaced in the kernel, by what, and the case that finds it.

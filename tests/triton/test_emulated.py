@@ -11,6 +11,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import ragged
+from attention import test_expect
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run
 from headway.backends import triton as backend
@@ -56,6 +57,12 @@ def test_table(target, name):
 def test_entropy(name):
     with emulating("sm_90", backend), guarded():
         check(replace(few_heads(name), entropy=True), "triton", torch.bfloat16)
+
+
+def test_expectations():
+    with emulating("sm_90", backend) as ran, guarded():
+        test_expect.small("triton", torch.bfloat16, 2e-2, test_expect.SMALL[1::2])
+    assert {"forward", "backward_q", "backward_kv"} == {*ran}
 
 
 @pytest.mark.parametrize(

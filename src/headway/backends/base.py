@@ -130,7 +130,8 @@ class Backend(Protocol):
 
     def forward(self, spec: Spec, call: Call) -> Forward:
         """Return out, lse, max_logit, row_max, entropy; those that the spec does not ask for are
-        empty."""
+        empty. Where the score observes a number f (`observes`), E = Σ P f is in entropy's place.
+        """
         ...
 
     def backward(
@@ -149,6 +150,7 @@ class Backend(Protocol):
             dT = P (dP∘K − delta − dentropy log P)      delta = rowsum(dout∘out) − dlse
 
         `dentropy` is None if nothing depends on the entropy H; else dlse has −dentropy H in it.
+        Where the score observes f, f is in the place of −log P, and dS has P dentropy f' in it.
         The backwards of disjoint key ranges, each given the same merged out and lse, sum to the
         exact gradients. `needs` says which tensors captured by the score need one.
         """
@@ -160,6 +162,7 @@ class Backend(Protocol):
             S' = scale (q' kᵀ + q k'ᵀ)      T' = score'(S) S' + Σ (derivative by g) g'
             lse' = Σ P T' + P_sink sink'    out' = (P (T' − lse')∘K) v + (P∘K) v'
             entropy' = −Σ P log P (T' − lse') − P_sink log P_sink (sink' − lse')
+            or, where the score observes f, Σ P (f (T' − lse') + f')
 
         g are the numbers that the score reads of captured tensors, K = keep/(1-p). A pair that is
         not kept counts nothing, whatever T' is there; a query that sees nothing gets 0 and 0. With
@@ -235,6 +238,11 @@ def graphs(spec: Spec) -> tuple[Graph | None, Graph | None]:
     """Return the graphs of the score and of the mask."""
     score, mask = spec.score, spec.mask
     return None if score is None else parse(score), None if mask is None else parse(mask)
+
+
+def observes(spec: Spec) -> bool:
+    """Return whether the score observes a number, whose mean under P is in the entropy's place."""
+    return spec.score is not None and parse(spec.score).observes
 
 
 def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..dropout import keep, kept_factor
-from ..mods.evaluation.derivative import differentiable_gathers, joint, with_tangent
+from ..mods.evaluation.derivative import by_output, differentiable_gathers, joint, with_tangent
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..types import KV, Coords, Dual, Forward, Grads, Spec, Tangents, acc_dtype
 from .base import (
@@ -41,13 +41,16 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 def forward(spec: Spec, call: Call) -> Forward:
     """Return softmax(score(scale q kᵀ) where kept) v, and its statistics."""
     v = _to_heads(call.v, call.q.shape[1])
-    s, t, keep_mask, dropout_factor = scores(spec, call)
+    s, t, keep_mask, dropout_factor, number = scores(spec, call)
     row_max = t.amax(-1) if t.shape[-1] else t.new_full(t.shape[:-1], -math.inf)
     lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
     if call.sink is not None:
         lse = torch.logaddexp(lse, call.sink.double()[:, None])
     p, sink_p = softmax(t, call.sink)
-    entropy = torch.special.entr(p).sum(-1) + torch.special.entr(sink_p)
+    if number is None:
+        entropy = torch.special.entr(p).sum(-1) + torch.special.entr(sink_p)
+    else:
+        entropy = (p * number).sum(-1)
     dtype = call.q.dtype
     acc = acc_dtype(dtype)
     logits = s.masked_fill(~keep_mask, -math.inf)
@@ -133,7 +136,7 @@ def backward(
     delta = delta_of(out, dout, dlse, torch.float64)
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
-    s, t, keep_mask, dropout_factor = scores(spec, call)
+    s, t, keep_mask, dropout_factor, number = scores(spec, call)
     p, sink_p = _softmax_by_lse(t, call.sink, lse)
     if not spec.partial:  # a merged lse includes keys that are not here
         large = large_lse(lse)
@@ -142,13 +145,17 @@ def backward(
         sink_p = torch.where(large, exact_shares[1], sink_p)
     dt = p * ((dout @ v.mT) * dropout_factor - delta[..., None])
     dsink_rows = -sink_p * delta
-    if dentropy is not None:
+    dnumber = None
+    if dentropy is not None and number is not None:
+        dnumber = p * dentropy.double()[..., None]
+        dt = dt + dnumber * number
+    elif dentropy is not None:
         dt = dt + dentropy.double()[..., None] * torch.special.entr(p)
         dsink_rows = dsink_rows + dentropy.double() * torch.special.entr(sink_p)
     ds: Tensor = dt
     captured_grads: list[Tensor | None] = [None] * spec.score_tensors
     if spec.score is not None:
-        ds, grads = _score_gradients(spec, call, s, keep_mask, dt, needs)
+        ds, grads = _score_gradients(spec, call, s, keep_mask, dt, dnumber, needs)
         captured_grads = [None if g is None else g.to(acc) for g in grads]
     sum_groups = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
     dsink = None
@@ -167,7 +174,7 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     """Return `forward`, and out' = ((P (T' − lse'))∘K) v + (P∘K) v' with lse' = the mean of T'."""
     hq, dtype = call.q.shape[1], call.q.dtype
     acc = acc_dtype(dtype)
-    s, t, keep_mask, dropout_factor = scores(spec, call)
+    s, t, keep_mask, dropout_factor, number = scores(spec, call)
     p, sink_p = softmax(t, call.sink)
     s_tangent = torch.zeros_like(s)
     if along.q is not None:
@@ -175,11 +182,12 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     if along.k is not None:
         s_tangent += spec.scale * call.q.double() @ _to_heads(along.k, hq).mT
     t_tangent: Tensor = s_tangent
+    number_tangent: list = []
     if spec.score is not None:
         captured, _ = split(spec, call.captured)
         tables = [x for x in along.captured if x is not None]
         captured = captured._replace(tensors=captured.tensors + tables)
-        (_, t_tangent), _ = score_at(
+        (_, t_tangent, *number_tangent), _ = score_at(
             with_tangent(spec.score, along.moving), captured,
             _positions(call.q, call.k, call.coords), s, keep_mask, score_tangent=s_tangent,
         )  # fmt: skip
@@ -193,8 +201,12 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     moves = t_tangent - lse_tangent[..., None]
     weights = p * moves * dropout_factor
     out_tangent = torch.where(p == 0, 0.0, weights) @ _to_heads(call.v, hq)
-    entropy_tangent = torch.where(p == 0, 0.0, torch.special.entr(p) * moves).sum(-1)
-    entropy_tangent += torch.special.entr(sink_p) * (sink_tangent - lse_tangent)
+    if number is None:
+        entropy_tangent = torch.where(p == 0, 0.0, torch.special.entr(p) * moves).sum(-1)
+        entropy_tangent += torch.special.entr(sink_p) * (sink_tangent - lse_tangent)
+    else:
+        moves_mean = p * (number * moves + number_tangent[1])
+        entropy_tangent = torch.where(p == 0, 0.0, moves_mean).sum(-1)
     if along.v is not None:
         out_tangent = out_tangent + (p * dropout_factor) @ _to_heads(along.v, hq)
     return Dual(
@@ -203,8 +215,9 @@ def tangent(spec: Spec, call: Call, along: Tangents) -> Dual:
     )  # fmt: skip
 
 
-def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S, T (-inf where masked), the kept pairs, and the dropout factor, of all pairs."""
+def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return S, T (-inf where masked), the kept pairs, the dropout factor, and the number that the
+    score observes (0 where masked), if any, of all pairs."""
     score, mask = graphs(spec)
     score_captured, mask_captured = split(spec, call.captured)
     positions = _positions(call.q, call.k, call.coords)
@@ -212,47 +225,55 @@ def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     keep_mask = torch.ones_like(s, dtype=torch.bool)
     if mask is not None:
         keep_mask = keep_mask & mask_at(mask, mask_captured, positions)
-    t = s
+    t, number = s, None
     if score is not None:
-        (t,), _ = score_at(score, score_captured, positions, s, keep_mask)
+        (t, *numbers), _ = score_at(score, score_captured, positions, s, keep_mask)
+        number = numbers[0] if numbers else None
         t = torch.as_tensor(t, dtype=s.dtype, device=s.device).expand_as(s)
     t = t.masked_fill(~keep_mask, -math.inf)
     keep_mask = keep_mask & (t != -math.inf)
+    if number is not None:
+        number = torch.as_tensor(number, dtype=s.dtype, device=s.device)
+        number = torch.where(keep_mask, number, 0.0)
     factor = torch.ones_like(s)
     if spec.dropout > 0:
         assert call.seed is not None
         kept = keep(spec.dropout, call.seed, **positions.values)
         factor = kept.to(s.dtype) * kept_factor(spec.dropout)
-    return s, t, keep_mask, factor
+    return s, t, keep_mask, factor, number
 
 
 def _score_gradients(
-    spec: Spec, call: Call, s: Tensor, keep_mask: Tensor, dt: Tensor, needs: tuple[bool, ...]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return dS and the gradients of captured tensors, from dT."""
+    spec: Spec, call: Call, s: Tensor, keep_mask: Tensor, dt: Tensor, dnumber: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """Return dS and the gradients of captured tensors, from dT and the gradient of the number that
+    the score observes."""
     score, _ = graphs(spec)
     assert score is not None
     score_captured, _ = split(spec, call.captured)
     trained_gathers = differentiable_gathers(score, [n for n, need in enumerate(needs) if need])
     derivative = joint(spec.score, trained_gathers)  # type: ignore[arg-type]
     positions = _positions(call.q, call.k, call.coords)
-    (_, dt_ds, *dt_dgathers), gathers = score_at(
-        derivative, score_captured, positions, s, keep_mask
-    )
+    outputs, gathers = score_at(derivative, score_captured, positions, s, keep_mask)
+    (_, of_t), *of_number = by_output(score, outputs)
+    parts = [[dt * d for d in of_t]]
+    if dnumber is not None:
+        parts.append([dnumber * d for d in of_number[0][1]])
     # Where a pair is not kept dT is 0, and the derivative may be anything, infinity included.
-    times_dt = lambda derivative_values: torch.where(keep_mask, dt * derivative_values, 0.0)
+    ds, *dgathers = [torch.where(keep_mask, sum(same), 0.0) for same in zip(*parts, strict=True)]
     grads: list[Tensor | None] = [
         torch.zeros(t.shape, dtype=dt.dtype, device=dt.device) if need else None
         for t, need in zip(score_captured.tensors, needs, strict=True)
     ]
     joint_gathers = [n for n, _ in derivative.gathers]
     score_gathers = [n for n, _ in score.gathers]
-    for n, derivative_values in zip(trained_gathers, dt_dgathers, strict=True):
+    for n, values in zip(trained_gathers, dgathers, strict=True):
         node = score.nodes[n]
         grad = grads[int(node.args[0][1:])]  # type: ignore[index]
         indices = gathers.indices.get(joint_gathers[score_gathers.index(n)], ())
-        scatter(grad, indices, times_dt(derivative_values))  # type: ignore[arg-type]
-    return times_dt(dt_ds), grads
+        scatter(grad, indices, values)  # type: ignore[arg-type]
+    return ds, grads
 
 
 def _positions(q: Tensor, k: Tensor, coords: Coords) -> Positions:

@@ -115,6 +115,21 @@ class Graph:
         magnitudes = _magnitudes(self)
         return not all(math.isfinite(_magnitude(a, magnitudes)) for a in self.outputs[1:])
 
+    @property
+    def observes(self) -> bool:
+        """Return whether a score has a second output, a number whose mean under P is asked for."""
+        return self.kind == "score" and len(self.outputs) == 2
+
+    @cached_property
+    def number_finite(self) -> bool:
+        """Return whether the number that a score observes is finite, whatever S is."""
+        of_number = Builder()
+        of_number.nodes = list(self.nodes)
+        pruned = of_number.finish(self.kind, self.inputs, self.outputs[1:])
+        return not pruned.uses("score") and math.isfinite(
+            _magnitude(self.outputs[1], _magnitudes(self))
+        )
+
     def uses(self, name: str) -> bool:
         """Return whether any op or output reads the input `name`."""
         return name in self._names_read

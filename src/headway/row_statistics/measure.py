@@ -1,48 +1,33 @@
 """Statistics of the rows of P: the mean of a function of the pair, the entropy, the sink's mass.
 
-Each is carried over the keys beside the softmax, and no square of weights is stored. Where a
-backend has tangents, a mean is the tangent of lse along c, where c · f is added to the score;
-elsewhere it is the gradient of c. An lse whose score has another derivative carries the gradient of
-a mean: dT = P (f − E) + P f'. The entropy is a result of the forward.
+Each is carried over the keys beside the softmax, and no square of weights is stored. The entropy is
+a result of the forward, and so is the mean of a number that the score observes, in its place: a
+call whose values have no columns computes nothing else.
 """
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ..arguments import flag_of
-from ..backends import order, reasons_against
-from ..backends.base import CapabilityKey
 from ..errors import ArgumentError
 from ..mods.library.packed import PackedMask
-from ..resolve import resolve
-from ..run import run, run_along, run_backward
+from ..run import run
 from ..sharded import any_sharded
-from ..surroundings import in_forward_mode, requires_grad, transforms
-from ..types import AttentionOutput, Forward, Request, Spec, constant_under_compile
-from .scores import Added, Carrier, Number
+from ..types import AttentionOutput, Forward, Request
+from .scores import Number, Observing
 
 
 def mean(request: Request, f: Number) -> Tensor:
     """Return the sum over kept keys of P f, `(b, hq, q_len)`, differentiable. A sink takes its
     share of P, and adds nothing."""
-    bare, sink = _bare(request), request.sink
-    with torch.no_grad():
-        fixed = _detached(bare)
-        lse = None if _has_tangents(fixed) else run(fixed).lse
-        lse, result = _mean(fixed, lse, f)
-    if not torch.is_grad_enabled():
-        return result
-    moved = _moved(bare._replace(sink=fixed.sink), result, f)
-    if sink is None:
-        return result + moved
-    share = torch.where(lse == -math.inf, 0.0, (sink[:, None] - lse).exp())
-    return result + moved - result * (share - share.detach())
+    if any_sharded(request.q, request.k, request.v):
+        raise ArgumentError("expect takes no DTensors; pass q.to_local() and k.to_local()")
+    bare = _bare(request)
+    return run(bare._replace(score=Observing(bare.score, f), entropy=True)).entropy
 
 
 def sink_mass(request: Request, lse: Tensor) -> Tensor:
@@ -110,63 +95,6 @@ def _bare(request: Request) -> Request:
     """Return the request without values, dropout and what else lse does not depend on."""
     k = request.k
     return request._replace(
-        v=k.new_zeros(()).expand(*k.shape[:3], 1), dropout=0.0, seed=None, max_logit=False,
+        v=k.new_empty(*k.shape[:3], 0), dropout=0.0, seed=None, max_logit=False,
         row_max=False, entropy=False, auxiliary=True,
     )  # fmt: skip
-
-
-def _has_tangents(request: Request) -> bool:
-    """Return whether a backend that the request allows has tangents."""
-    q = request.q
-    return _any_has_tangents(request.backend, q.dtype, q.device, operator.index(q.shape[3]))
-
-
-def _any_has_tangents(backend: str, dtype: torch.dtype, device: torch.device, d: int) -> bool:
-    spec = Spec(1.0)
-    kind = CapabilityKey(dtype, device, d, 1, False, False, False, moves=True)
-    return any(not reasons_against(name, spec, kind) for name in order(backend, spec, kind))
-
-
-constant_under_compile(_any_has_tangents)
-
-
-def _detached(request: Request) -> Request:
-    q, k, sink = request.q, request.k, request.sink
-    return request._replace(
-        q=q.detach(), k=k.detach(), sink=None if sink is None else sink.detach()
-    )
-
-
-def _mean(request: Request, lse: Tensor | None, f: Number) -> tuple[Tensor, Tensor]:
-    """Return lse and the mean of f, without derivatives, of a request without values. Give the lse
-    where there are no tangents."""
-    (b, hq, q_len, _), score = request.q.shape, request.score
-    if lse is None:
-        acc = torch.float64 if request.q.dtype == torch.float64 else torch.float32
-        c = torch.zeros(b, hq, q_len, dtype=acc, device=request.q.device)
-        added = request._replace(score=Added(c, score, f), moves=True)
-        dual = run_along(added, {c: torch.ones_like(c)})
-        return dual.lse, dual.lse_tangent
-    c = torch.zeros_like(lse)
-    added = request._replace(score=Added(c, score, f), trains=True, learned=(c,))
-    out = request.q.new_zeros(b, hq, q_len, 1)
-    return lse, run_backward(added, out, lse, out, torch.ones_like(lse)).captured[0]
-
-
-def _moved(request: Request, mean: Tensor, f: Number) -> Tensor:
-    """Return zeros whose gradient is that of the mean of f."""
-    request = request._replace(score=Carrier(mean, request.score, f))
-    if not _learns(request):
-        return torch.zeros_like(mean)
-    carrier = run(request).lse
-    carrier = torch.where(carrier.isinf(), 0.0, carrier)
-    return carrier - carrier.detach()
-
-
-def _learns(request: Request) -> bool:
-    """Return whether anything that a request reads may have a derivative."""
-    sharded = any_sharded(request.q, request.k, request.v)
-    if is_compiling() or transforms() or in_forward_mode() or sharded:
-        return True
-    _, call = resolve(request)
-    return any(map(requires_grad, (call.q, call.k, *call.captured.tensors)))

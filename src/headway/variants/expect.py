@@ -43,9 +43,8 @@ def expect(
         first_four = headway.expect(q, k, lambda b, h, i, j, s: j < 4)  # the mass on four keys
 
     Differentiable in q, k, `sink`, and in what `score` and `f` capture and that requires grad. No
-    weights are stored: a call is one pass in forward mode (the CPU, Triton), or a forward and a
-    backward (`backend="hopper"`). Where something requires grad it is a forward more, and its
-    gradient a backward.
+    weights are stored: a call is a forward without values, half the products of `attention`, and
+    its gradient a backward without them. On a GPU the Triton backend computes it.
 
     **Arguments:** `q`, `k`, `score`, `mask`, `scale`, `sink`, `backend` as in `attention`. A sink
     takes its share of the weights, and adds nothing.

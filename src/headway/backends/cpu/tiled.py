@@ -6,17 +6,19 @@ to float32, which loses nothing and which most CPUs multiply faster.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...dropout import keep, kept_factor
-from ...mods.evaluation.derivative import differentiable_gathers, joint
+from ...mods.evaluation.derivative import by_output, differentiable_gathers, joint
 from ...mods.evaluation.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...mods.graph import Graph
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call, delta_of, graphs, large_lse, scatter, split
+from ..base import Call, delta_of, graphs, large_lse, observes, scatter, split
 from .tile_plan import KeySegment, WorkItem, index_tensors, work_items
 
 
@@ -127,8 +129,8 @@ class ScoreGradients:
     """The score's derivatives on a block of pairs, and the gradients of the tensors that it
     captures."""
 
-    def __init__(self, pairs: PairBlock, needs: tuple[bool, ...]) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: PairBlock, needs: tuple[bool, ...], dmean: Tensor | None) -> None:
+        self.pairs, self.dmean = pairs, dmean  # of the number that the score observes
         self.grads: list[Tensor | None] = [
             torch.zeros(t.shape, dtype=pairs.acc, device="cpu") if need else None
             for t, need in zip(pairs.score_captured.tensors, needs, strict=True)
@@ -147,26 +149,42 @@ class ScoreGradients:
         """Return T in a block that may be overwritten; the derivatives are stored for
         `gradient`."""
         outputs, self.gathers = self.pairs.scores(self.graph, s, keep_mask, overwrite=True)
-        t, self.dt_ds, *self.dt_dgathers = outputs
-        return self.pairs.full_sized(t, [self.dt_ds, *self.dt_dgathers])
+        (t, self.of_t), *observed = by_output(self.pairs.score, outputs)  # type: ignore[arg-type]
+        self.number, self.of_number = observed[0] if observed else (None, ())
+        return self.pairs.full_sized(t, outputs[1:])
 
     def gradient(self, dt: Tensor, p: Tensor) -> Tensor:
         """Return dS = dT∘dT/dS in the place of dT; add dT∘dT/dg to the gradient of every gathered
-        tensor."""
+        tensor. P dmean f, with the number f that the score observes, joins dT, and P dmean f' joins
+        the gradients."""
         # Where P is 0 the gradient is 0, and a derivative may be anything, infinity included.
         zero_p = p == 0 if self.graph.unbounded else None
 
-        def times_dt(derivative: Tensor | float, out: Tensor | None = None) -> Tensor:
+        def times(factor: Tensor, derivative: Tensor | float, out: Tensor | None = None) -> Tensor:
             if not isinstance(derivative, Tensor) and derivative == 1:
-                return dt
-            product = torch.mul(dt, derivative, out=out)
+                return factor
+            product = torch.mul(factor, derivative, out=out)
             return product if zero_p is None else product.masked_fill_(zero_p, 0)
 
-        for (n, node), derivative in zip(self.trained_gathers, self.dt_dgathers, strict=True):
+        of_number: Sequence[Tensor | float] = (0,) * len(self.of_t)
+        dnumber = dt
+        if self.dmean is not None and self.number is not None:
+            item = self.pairs.item
+            dmean = self.dmean[item.kv_heads, item.group_heads, item.queries]
+            dnumber, of_number = p.mul_(dmean), self.of_number
+            dt.add_(times(dnumber, self.number))
+
+        def total(n: int, out: Tensor | None = None) -> Tensor:
+            if not isinstance(of_number[n], Tensor) and of_number[n] == 0:
+                return times(dt, self.of_t[n], out)
+            added = times(dnumber, of_number[n])
+            return torch.add(times(dt, self.of_t[n], out), added, out=out)
+
+        for n, (gather, node) in enumerate(self.trained_gathers, 1):
             grad = self.grads[int(node.args[0][1:])]  # type: ignore[index]
             assert grad is not None
-            scatter(grad, self.gathers.indices.get(n, ()), times_dt(derivative))
-        return times_dt(self.dt_ds, out=dt)
+            scatter(grad, self.gathers.indices.get(gather, ()), total(n))
+        return total(0, out=dt)
 
 
 def flat(block: Tensor) -> Tensor:
@@ -201,28 +219,28 @@ def by_kv_head(x: Tensor, hk: int, dtype: torch.dtype) -> Tensor:
 
 def _score_block(
     pairs: PairBlock, q_block: Tensor, k: Tensor, *, separate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return T of a block of pairs, -inf where masked, in a block that may be overwritten; and S,
-    in the same block unless `separate`."""
-    s, score = pairs.new(), pairs.score
+) -> tuple[Tensor, Tensor, list]:
+    """Return T of a block of pairs, -inf where masked, in a block that may be overwritten; S, in
+    the same block unless `separate`; and the number that the score observes, if any, in a list."""
+    s, score, observed = pairs.new(), pairs.score, []
     torch.baddbmm(flat(s), q_block, k.mT, beta=0, alpha=pairs.spec.scale, out=flat(s))
     t, keep_mask = s, pairs.keep_mask()
     if score is not None:
-        (t,), _ = pairs.scores(score, s, keep_mask, overwrite=not separate)
-        t = pairs.full_sized(t)
+        (t, *observed), _ = pairs.scores(score, s, keep_mask, overwrite=not separate)
+        t = pairs.full_sized(t, observed)
     if keep_mask is not None:
         t.masked_fill_(~keep_mask, -math.inf)
-    return t, s
+    return t, s, observed
 
 
 def online_softmax_step(
-    t: Tensor, m: Tensor, total: Tensor, moment: Tensor | None = None
+    t: Tensor, m: Tensor, total: Tensor, moment: Tensor | None = None, observed: Sequence = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Take one step of an online softmax; m is the largest T before it.
 
     **Returns:** exp(T − m), which may be in the place of T; the new m; and the factor that rescales
     sums of earlier terms. Such sums are rescaled, and the new terms are added: `total` of
-    p = exp(T − m), `moment` of p (T − m), which then takes the place of T.
+    p = exp(T − m), `moment` of p (T − m), or p f where f is `observed`, which takes the place of T.
     """
     m_before, m = m, torch.maximum(m, t.amax(-1, keepdim=True))
     # A row that has seen nothing yet has m = -inf, for which exp(-inf - 0) = 0 is right.
@@ -231,6 +249,9 @@ def online_softmax_step(
     shift = m_before.sub(base)
     if moment is None:
         p, rescale = exp_in_place(t), shift.exp_()
+    elif observed:
+        p, rescale = exp_and_exponent(t)[0], shift.exp_()
+        moment.mul_(rescale).add_(observed_sum(p, observed[0], out=t))
     else:
         (p, exponent), (rescale, shift) = exp_and_exponent(t), exp_and_exponent(shift)
         moment.addcmul_(total, shift).mul_(rescale).add_(exponent.mul_(p).sum(-1, keepdim=True))
@@ -238,11 +259,21 @@ def online_softmax_step(
     return p, m, rescale
 
 
-def entropy_of(total: Tensor, moment: Tensor) -> Tensor:
+def observed_sum(p: Tensor, number: Any, out: Tensor) -> Tensor:
+    """Return the sum of p times a number by row, with p times it in `out`: 0 where p is."""
+    products = torch.mul(p, number, out=out)
+    total = products.sum(-1, keepdim=True)
+    if bool(total.isfinite().all()):
+        return total
+    return products.masked_fill_(p == 0, 0).sum(-1, keepdim=True)
+
+
+def entropy_of(total: Tensor, moment: Tensor, observes: bool) -> Tensor:
     """Return the entropy of rows from the sums of an online softmax: of p = exp(T − m), at least 1
-    where a row sees something, and of p (T − m), at most 0."""
+    where a row sees something, and of p (T − m), at most 0. Where the score observes a number, the
+    moment is of that, and its mean is returned."""
     total = total.masked_fill(total == 0, 1)
-    return total.log() - moment / total
+    return moment / total if observes else total.log() - moment / total
 
 
 def _split_large_lse(
@@ -307,6 +338,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = (by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v))
     k, v = k[:, 0], v[:, 0]
     sink = sinks_by_row(call.sink, b, hk, g, acc)
+    observing = observes(spec)
     empty = partial(torch.empty, device="cpu")
     out = empty(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
     lse, row_max, entropy = (empty(b * hk, g, q_len, dtype=acc) for _ in range(3))
@@ -325,7 +357,9 @@ def forward(spec: Spec, call: Call) -> Forward:
         moment = torch.zeros_like(total) if spec.entropy else None
         for segment in item.segments:
             pairs.enter(item, segment)
-            t, s = _score_block(pairs, q_block, k[heads, pairs.keys], separate=spec.max_logit)
+            t, s, observed = _score_block(
+                pairs, q_block, k[heads, pairs.keys], separate=spec.max_logit
+            )
             if pairs.score is not None and spec.max_logit:
                 logits = s.masked_fill(t == -math.inf, -math.inf)
                 torch.maximum(
@@ -333,7 +367,7 @@ def forward(spec: Spec, call: Call) -> Forward:
                     logits.amax((2, 3)),
                     out=max_logit[heads, group_heads],
                 )
-            p, m, rescale = online_softmax_step(t, m, total, moment)
+            p, m, rescale = online_softmax_step(t, m, total, moment, observed)
             o.mul_(rescale)
             if spec.dropout > 0:
                 p = p.mul_(pairs.dropout_factors())
@@ -341,10 +375,10 @@ def forward(spec: Spec, call: Call) -> Forward:
         row_max[heads, group_heads, queries] = m[..., 0]
         if sink is not None:
             t = sink[heads, group_heads].expand_as(m).clone()
-            _, m, rescale = online_softmax_step(t, m, total, moment)
+            _, m, rescale = online_softmax_step(t, m, total, moment, (0,) if observing else ())
             o.mul_(rescale)
         if moment is not None:
-            entropy[heads, group_heads, queries] = entropy_of(total, moment)[..., 0]
+            entropy[heads, group_heads, queries] = entropy_of(total, moment, observing)[..., 0]
         lse[heads, group_heads, queries] = (m + total.log())[..., 0]
         out[heads, group_heads, queries] = o.div_(total.masked_fill(total == 0, 1))
     if pairs.score is None and spec.max_logit and q_len:
@@ -374,19 +408,19 @@ def backward(
     delta = by_kv_head(delta_of(out, dout, dlse, acc), hk, acc)[..., None]
     sink = sinks_by_row(call.sink, b, hk, g, acc)
     share = _split_large_lse(spec, call, pairs, q, k, lse, sink)
-    if dentropy is not None:
-        dentropy = by_kv_head(dentropy, hk, acc)[..., None]
+    dentropy = None if dentropy is None else by_kv_head(dentropy, hk, acc)[..., None]
     dq = torch.zeros(b * hk, g, q_len, d, dtype=acc, device="cpu")
     dk, dv = (torch.zeros(b * hk, kv_len, n, dtype=acc, device="cpu") for n in (d, dv_))
-    score_grads = ScoreGradients(pairs, needs)
+    score_grads = ScoreGradients(pairs, needs, dentropy)
+    if observes(spec):
+        dentropy = None  # `score_grads` has it
     for item in work_items(spec, call):
         heads, at = item.kv_heads, (item.kv_heads, item.group_heads, item.queries)
         q_block, do_block = (x[at].flatten(1, 2) for x in (q, do))
         dq_block = torch.zeros_like(q_block)
         for segment in item.segments:
             pairs.enter(item, segment)
-            keys = pairs.keys
-            s, dp = pairs.new(), pairs.new()
+            s, dp, keys = pairs.new(), pairs.new(), pairs.keys
             torch.baddbmm(
                 flat(s), q_block, k[heads, keys].mT, beta=0, alpha=spec.scale, out=flat(s)
             )
@@ -398,12 +432,12 @@ def backward(
             row_share = None if share is None else share[at]
             p, log_p = _weights(t.sub_(lse[at]), row_share, dentropy is not None)
             torch.bmm(do_block, v[heads, keys].mT, out=flat(dp))
+            dropped = p
             if spec.dropout > 0:
                 dropout_factors = pairs.dropout_factors()
                 dp.mul_(dropout_factors)
-                dv[heads, keys].baddbmm_(flat(dropout_factors.mul_(p)).mT, do_block)
-            else:
-                dv[heads, keys].baddbmm_(flat(p).mT, do_block)
+                dropped = dropout_factors.mul_(p)
+            dv[heads, keys].baddbmm_(flat(dropped).mT, do_block)
             dp.sub_(delta[at])
             if dentropy is not None:
                 dp.addcmul_(log_p, dentropy[at], value=-1)

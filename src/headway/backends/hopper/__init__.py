@@ -19,7 +19,7 @@ import torch
 from ...blocks import TILE
 from ...mods.graph import parse
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
+from ..base import Call, CapabilityKey, launched, no_operator, observes, plainly_masked
 from ..gpu import inference
 from ..gpu import limits as limits
 from ..gpu.named_card import named_card
@@ -63,6 +63,11 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
         reasons.append(
             "an input has a tangent (forward mode), for which it has no kernel: use "
             "backend='triton', whose out may differ from this backend's by rounding"
+        )
+    if observes(spec):
+        reasons.append(
+            "the mean of a function of the pair (expect), for which it has no kernel: use "
+            "backend='triton'"
         )
     if spec.tiles is not None and any(n % t for n, t in zip(spec.tiles[2:], TILE, strict=True)):
         reasons.append(

@@ -9,9 +9,11 @@ With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where 
 
 The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse adds P_ij dlse_i, which
 is why delta carries both. A gradient dH of the entropy H adds −P_ij dH_i (log P_ij + H_i), whose
-last part is one of lse (`autograd`). lse is taken in units of log 2, and as inf for a query that
-sees nothing, whose P is 0 (`gpu/preprocess.py`). Since lse and out are those of all keys, the sums
-over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
+last part is one of lse (`autograd`). Where the score observes a number f, H is its mean: f is in
+the place of −log P, and P_ij dH_i f'(S) joins dS. lse is taken in units of log 2, and as inf for a
+query that sees nothing, whose P is 0 (`gpu/preprocess.py`). Since lse and out are those of all
+keys, the sums over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022,
+algorithm 4.)
 
 Two kernels compute S and dP twice: seven products instead of five. In return no sum crosses
 programs: no atomics, and the same bits at every run. The first kernel, for dq, has the rows of dout
@@ -39,6 +41,7 @@ class TritonBwdConfig(NamedTuple):
     derivative: Any  # the generated function; None: T is S
     scatter: Any  # the generated function that adds to gradients of captured tensors, or None
     unbounded: Any  # whether a derivative may be infinite or NaN where P is 0
+    number: Any  # the generated derivative of a number, whose mean is in entropy's place, or None
     index: Any  # the type of positions
     precision: Any  # of products of float32
     positive: Any  # scale > 0
@@ -55,7 +58,7 @@ class QueryTiles(NamedTuple):
     dout: Any
     lse: Any  # over log 2
     delta: Any
-    dentropy: Any  # over log 2, or None
+    dentropy: Any  # over log 2 (of a number's mean: as it is), or None
     live: Any  # which rows exist
 
 
@@ -87,11 +90,13 @@ class KeyGradTiles(NamedTuple):
 
 
 class ScoreTile(NamedTuple):
-    """S; T over log 2 (-inf where not kept); T, dT/dS and dT by each gathered value."""
+    """S; T over log 2 (-inf where not kept); T, dT/dS and dT by each gathered value; and the same
+    of the number that the score observes, or ()."""
 
     s: Any
     t: Any
     derivatives: Any
+    observed: Any
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
@@ -103,6 +108,7 @@ def backward_q(
     score_tensors, mask_tensors, score_numbers, mask_numbers, grads,
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
+    NUMBER: tl.constexpr,
     EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_EDGE: tl.constexpr, SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
@@ -113,7 +119,7 @@ def backward_q(
     Every query has a program, whether it sees a key or not. The rows of out are contiguous.
     """
     CONFIG: tl.constexpr = TritonBwdConfig(
-        DERIVATIVE, SCATTER, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, False,
+        DERIVATIVE, SCATTER, UNBOUNDED, NUMBER, INDEX, PRECISION, POSITIVE, EVEN, False,
         tile.Width(d, D, D_REST), tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
     q_len = tile.known_even(q_len, EVEN_ROWS)
@@ -131,12 +137,16 @@ def backward_q(
     row = (b64 * heads + h) * q_len + first
     workspace_row = tile.workspace_row(b64 * heads + h, q_len) + first
     lse_i = in_log2(tl.load(lse + row + i, mask=live, other=float("inf")))
-    delta_i = tile.sums(tile.load(out + row * dv, i, dv, live, CONFIG.dv), dout_tile)
+    delta_i = tl.zeros([BLOCK_M], tl.float32)
+    if dv > 0:
+        delta_i = tile.sums(tile.load(out + row * dv, i, dv, live, CONFIG.dv), dout_tile)
     if dlse is not None:
         delta_i -= tl.load(dlse + row + i, mask=live, other=0.0)
     dentropy_i = None
     if dentropy is not None:
-        dentropy_i = tl.load(dentropy + workspace_row + i, mask=live, other=0.0) * LN2
+        dentropy_i = tl.load(dentropy + workspace_row + i, mask=live, other=0.0)
+        if NUMBER is None:
+            dentropy_i = dentropy_i * LN2
     if (
         schedule.full is None
     ):  # else below: the place of these stores decides how ptxas orders loops
@@ -185,27 +195,33 @@ def add_dq(
     k_right = tile.right_factor(k_tile, keys.transposed, 0, n64, j, live, CONFIG.d)
     s = tile.outer(queries.q, k_right, CONFIG.precision)
     pairs = tile.Pairs(rows.b, rows.h, rows.idx, kv_idx[None, :])
-    s, t, derivatives = differentiate(s, mods, pairs, captured, MASK, CONFIG)
+    s, t, derivatives, observed = differentiate(s, mods, pairs, captured, MASK, CONFIG)
     log_p = t - queries.lse[:, None]
     p = tl.exp2(log_p)
     if not CONFIG.even:
         p = tl.where(live[None, :], p, 0.0)
     v_tile = tile.load(keys.v + n64 * v_stride, j, v_stride, live, CONFIG.dv)
     v_right = tile.right_factor(v_tile, keys.transposed, 1, n64, j, live, CONFIG.dv)
-    dp = tile.outer(queries.dout, v_right, CONFIG.precision)
+    if len(v_tile) == 0:
+        dp = tl.zeros_like(p)
+    else:
+        dp = tile.outer(queries.dout, v_right, CONFIG.precision)
     if dropout is not None:
         dp = tl.where(tile.dropout_keep(dropout, pairs), dp * dropout.factor, 0.0)
     slope = queries.delta[:, None]
     if queries.dentropy is not None:
-        slope = slope + queries.dentropy[:, None] * at_least_log_0(log_p)
+        slope = slope + queries.dentropy[:, None] * weight(log_p, observed, p, CONFIG)
     dt = p * (dp - slope)
-    if CONFIG.derivative is None:
+    dnumber = ()
+    if CONFIG.number is not None and queries.dentropy is not None:
+        dnumber = (p * queries.dentropy[:, None],)
+    if CONFIG.derivative is None and CONFIG.number is None:
         ds = dt
     else:
-        ds = chain(dt, derivatives[1], p, CONFIG.unbounded)
+        ds = chain(dt, derivatives, dnumber, observed, 1, p, CONFIG)
         if CONFIG.scatter is not None:
             dt = tl.where(queries.live[:, None], dt, 0.0)
-            values = partials(dt, derivatives, p, CONFIG.unbounded)
+            values = partials(dt, derivatives, dnumber, observed, p, CONFIG)
             CONFIG.scatter(
                 mods.grads, values, s, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured
             )
@@ -221,6 +237,7 @@ def backward_kv(
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
+    NUMBER: tl.constexpr,
     EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_EDGE: tl.constexpr, SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
@@ -234,7 +251,7 @@ def backward_kv(
     # a softcap that loses 2 %).
     LATE: tl.constexpr = schedule.full is not None or (DERIVATIVE is None and D > 64)
     CONFIG: tl.constexpr = TritonBwdConfig(
-        DERIVATIVE, None, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, LATE,
+        DERIVATIVE, None, UNBOUNDED, NUMBER, INDEX, PRECISION, POSITIVE, EVEN, LATE,
         tile.Width(d, D, D_REST), tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
     kv_len = tile.known_even(kv_len, EVEN_ROWS)
@@ -326,7 +343,7 @@ def add_dkdv(
     q_right = tile.right_factor(q_tile, queries.transposed, 0, n64, i, live, CONFIG.d)
     s = tile.outer(keys.k, q_right, CONFIG.precision)
     pairs = tile.Pairs(rows.b, rows.h, q_idx[None, :], rows.idx)
-    s, t, derivatives = differentiate(s, mods, pairs, captured, MASK, CONFIG)
+    s, t, derivatives, observed = differentiate(s, mods, pairs, captured, MASK, CONFIG)
     if CONFIG.late:
         lse_i = tile.load_vector(queries.lse + n + i, live, float("inf"))
         delta_i = tile.load_vector(queries.delta + n + i, live, 0.0)
@@ -344,11 +361,18 @@ def add_dkdv(
         dout_right = tile.right_factor(dout_tile, queries.transposed, 1, n64, i, live, CONFIG.dv)
         start = None
         if queries.dentropy is not None:
-            dentropy_i = tile.load_vector(queries.dentropy + n + i, live, 0.0) * LN2
-            slope = delta_i[None, :] + dentropy_i[None, :] * at_least_log_0(log_p)
+            dentropy_i = tile.load_vector(queries.dentropy + n + i, live, 0.0)
+            if CONFIG.number is None:
+                dentropy_i = dentropy_i * LN2
+            slope = delta_i[None, :] + dentropy_i[None, :] * weight(log_p, observed, p, CONFIG)
             if dropout is None:  # the product begins with it: one tile less in registers
                 start = -slope
-        dp = tile.outer(keys.v, dout_right, CONFIG.precision, start)
+        if len(keys.v) > 0:
+            dp = tile.outer(keys.v, dout_right, CONFIG.precision, start)
+        elif start is None:
+            dp = tl.zeros_like(p)
+        else:
+            dp = start
         if dropout is not None:
             dp = tl.where(survives, dp * dropout.factor, 0.0)
     if len(dv) > 0:
@@ -361,8 +385,11 @@ def add_dkdv(
             ds = p * (dp - slope)
         else:  # the broadcast stands here: above the product, ptxas spills on sm_100
             ds = p * (dp - delta_i[None, :])
-        if CONFIG.derivative is not None:
-            ds = chain(ds, derivatives[1], p, CONFIG.unbounded)
+        if CONFIG.derivative is not None or CONFIG.number is not None:
+            dnumber = ()
+            if CONFIG.number is not None and queries.dentropy is not None:
+                dnumber = (p * dentropy_i[None, :],)
+            ds = chain(ds, derivatives, dnumber, observed, 1, p, CONFIG)
         dk = tile.add_product(dk, ds, q_tile, CONFIG.precision)
     return KeyGradTiles(dk, dv)
 
@@ -370,7 +397,10 @@ def add_dkdv(
 @triton.jit
 def differentiate(s, mods, pairs, captured, MASK: tl.constexpr, CONFIG: tl.constexpr):
     """Return the `ScoreTile` of `s`, which is q kᵀ or its transpose."""
-    derivatives = (s,)
+    derivatives, observed = (), ()
+    if CONFIG.number is not None:
+        scaled = s * mods.scale
+        observed = CONFIG.number(scaled, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured)
     if CONFIG.derivative is None:
         t, unit, s = scores(s, mods, pairs, captured, None, MASK, CONFIG.positive)
         t = t * unit
@@ -381,22 +411,44 @@ def differentiate(s, mods, pairs, captured, MASK: tl.constexpr, CONFIG: tl.const
         if MASK is not None:
             keep = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
             t = tl.where(keep, t, float("-inf"))
-    return ScoreTile(s, t, derivatives)
+    return ScoreTile(s, t, derivatives, observed)
 
 
 @triton.jit
-def chain(dt, derivative, p, UNBOUNDED: tl.constexpr):
-    """Return dT times a derivative. Where P is 0 the product is 0, whatever the derivative is."""
-    if UNBOUNDED:
-        return tl.where(p == 0.0, 0.0, dt * derivative)
+def weight(log_p, observed, p, CONFIG: tl.constexpr):
+    """Return log P over log 2, which P is multiplied with in the entropy; or for the mean of the
+    number that the score observes, that number, negative."""
+    if CONFIG.number is not None:
+        return -(tl.where(p == 0.0, 0.0, observed[0]) if CONFIG.unbounded else observed[0])
     else:
-        return dt * derivative
+        return at_least_log_0(log_p)
 
 
 @triton.jit
-def partials(dt, derivatives, p, UNBOUNDED: tl.constexpr):
-    """Return dT times the derivative by each gathered value that needs a gradient."""
-    values = (chain(dt, derivatives[2], p, UNBOUNDED),)
-    for n in tl.static_range(3, len(derivatives)):
-        values = values + (chain(dt, derivatives[n], p, UNBOUNDED),)  # noqa: RUF005
+def chain(dt, derivatives, dnumber, observed, N: tl.constexpr, p, CONFIG: tl.constexpr):
+    """Return dT times the N-th derivative of T (without any, T is S), plus the gradient of the
+    number that the score observes times its N-th, if there is one. Where P is 0 it is 0, whatever
+    the derivatives are."""
+    if len(derivatives) > 0:
+        product = dt * derivatives[N]
+    elif N == 1:
+        product = dt
+    else:
+        product = tl.zeros_like(dt)
+    if len(dnumber) > 0:
+        product += dnumber[0] * observed[N]
+    if CONFIG.unbounded:
+        return tl.where(p == 0.0, 0.0, product)
+    else:
+        return product
+
+
+@triton.jit
+def partials(dt, derivatives, dnumber, observed, p, CONFIG: tl.constexpr):
+    """Return the gradient of each gathered value that needs one."""
+    OUTPUTS: tl.constexpr = max(len(derivatives), len(observed))
+    values = (chain(dt, derivatives, dnumber, observed, 2, p, CONFIG),)
+    for n in tl.static_range(3, OUTPUTS):
+        value = chain(dt, derivatives, dnumber, observed, n, p, CONFIG)
+        values = values + (value,)  # noqa: RUF005
     return values

@@ -37,6 +37,8 @@ class TritonFwdConfig(NamedTuple):
     precision: Any  # of products of float32
     positive: Any  # scale > 0
     track_max: Any  # whether the largest S is kept besides the largest T
+    number: Any  # the generated function of a number, whose mean is in entropy's place, or None
+    number_finite: Any  # whether it is finite, whatever S is
     even: Any  # whether the number of keys is a multiple of BLOCK_N
     d: Any  # `tile.Width`
     dv: Any
@@ -55,6 +57,8 @@ def forward(
     POSITIVE: tl.constexpr,  # scale > 0
     EVEN: tl.constexpr,  # the number of keys is a multiple of BLOCK_N
     EVEN_ROWS: tl.constexpr,  # the number of queries is a multiple of `tile.EVEN_ROWS`
+    NUMBER: tl.constexpr,  # of a number of the pair, whose mean is in entropy's place
+    NUMBER_FINITE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
     SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
@@ -63,8 +67,8 @@ def forward(
     if they are not None."""
     TRACK_MAX: tl.constexpr = max_logits is not None and SCORE is not None
     CONFIG: tl.constexpr = TritonFwdConfig(
-        SCORE, INDEX, PRECISION, POSITIVE, TRACK_MAX, EVEN, tile.Width(d, D, D_REST),
-        tile.Width(dv, DV, DV_REST),
+        SCORE, INDEX, PRECISION, POSITIVE, TRACK_MAX, NUMBER, NUMBER_FINITE, EVEN,
+        tile.Width(d, D, D_REST), tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
     q_len = tile.known_even(q_len, EVEN_ROWS)
     program = begin_program(
@@ -94,10 +98,11 @@ def forward(
     slot = head * ((schedule.tile_rows >> 2) * SUB) + program.slot
     store_maxima(state, row_max, row, max_logits, slot, program, CONFIG)
     if sink is not None:
-        state = with_sink(state, tl.load(sink + h))
+        state = with_sink(state, tl.load(sink + h), NUMBER is not None)
     tl.store(lse + row + i, log_sum_exp(state.m, state.l), mask=live)
     if entropy is not None:
-        tl.store(entropy + row + i, entropy_of(state.l, state.moment[0]), mask=live)
+        of_row = entropy_of(state.l, state.moment[0], NUMBER is not None)
+        tl.store(entropy + row + i, of_row, mask=live)
     factor = reciprocal(state.l)
     if dropout is not None:
         factor = factor * dropout.factor
@@ -140,10 +145,18 @@ def attend(
         coords.kv_pos, coords.kv_stride, coords.kv, rows.batch, n + j, live, CONFIG.index
     )
     pairs = tile.Pairs(rows.b, rows.h, rows.idx, kv_idx[None, :])
+    observed = ()
+    if CONFIG.number is not None:
+        scaled = s * mods.scale
+        number = CONFIG.number(scaled, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured)
+        observed = (number,)
     t, unit, s = scores(s, mods, pairs, captured, CONFIG.score, MASK, CONFIG.positive)
     if not CONFIG.even:
         t = tl.where(live[None, :], t, float("-inf"))
-    p, rescale, state = update_softmax(state, t, unit, s, CONFIG.track_max)
+    ALL_KEPT: tl.constexpr = CONFIG.score is None and MASK is None and CONFIG.even
+    if CONFIG.number is not None and not (CONFIG.number_finite or ALL_KEPT):
+        observed = (tl.where(t == float("-inf"), 0.0, number),)
+    p, rescale, state = update_softmax(state, t, unit, s, CONFIG.track_max, observed)
     if mods.dropout is not None:
         p = tl.where(tile.dropout_keep(mods.dropout, pairs), p, 0.0)
     v_rows = keys.v + n64 * keys.v_strides[2]

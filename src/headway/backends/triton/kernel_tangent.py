@@ -39,6 +39,7 @@ class TritonTangentConfig(NamedTuple):
     precision: Any  # of products of float32
     positive: Any  # scale > 0
     track_max: Any  # whether the largest S is kept besides the largest T
+    number: Any  # the generated function of a number and its tangent, or None
     even: Any  # whether the number of keys is a multiple of BLOCK_N
     t_moves: Any  # whether q, k or a tensor that the score captures moves
     d: Any  # `tile.Width`
@@ -58,7 +59,9 @@ class TangentSums(NamedTuple):
     softmax: Any  # `Softmax`
     acc: Any  # Σ exp2(T − m) ((T' − mean) v + v'), in pieces
     mean: Any  # of T'; natural units
-    moment: Any  # (Σ exp2(T − m) (T − m) (T' − mean),) for the entropy's tangent; else ()
+    # (Σ exp2(T − m) (T − m) (T' − mean),) for the entropy's tangent; for that of the mean of f,
+    # (Σ exp2(T − m) (f (T' − mean) + f'),); else ()
+    moment: Any
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
@@ -72,6 +75,7 @@ def tangent(
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # captured values
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr, EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr,  # as in `forward`
+    NUMBER: tl.constexpr,  # of a number whose mean is in entropy's place, and of its tangent
     CAPTURED_MOVE: tl.constexpr,  # a tensor that the score captures moves
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
     SCATTERED: tl.constexpr, SUB: tl.constexpr,
@@ -81,8 +85,8 @@ def tangent(
     TRACK_MAX: tl.constexpr = max_logits is not None and SCORE is not None
     T_MOVES: tl.constexpr = q_tangent is not None or k_tangent is not None or CAPTURED_MOVE
     CONFIG: tl.constexpr = TritonTangentConfig(
-        SCORE, INDEX, PRECISION, POSITIVE, TRACK_MAX, EVEN, T_MOVES, tile.Width(d, D, D_REST),
-        tile.Width(dv, DV, DV_REST),
+        SCORE, INDEX, PRECISION, POSITIVE, TRACK_MAX, NUMBER, EVEN, T_MOVES,
+        tile.Width(d, D, D_REST), tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
     q_len = tile.known_even(q_len, EVEN_ROWS)
     program = begin_program(
@@ -126,14 +130,16 @@ def tangent(
     slot = head * ((schedule.tile_rows >> 2) * SUB) + program.slot
     store_maxima(sums.softmax, row_max, row, max_logits, slot, program, CONFIG)
     if sink is not None:
-        sums = with_moving_sink(sums, sink, sink_tangent, h)
+        sums = with_moving_sink(sums, sink, sink_tangent, h, NUMBER is not None)
     softmax = sums.softmax
     tl.store(lse + row + i, log_sum_exp(softmax.m, softmax.l), mask=live)
     tl.store(lse_tangent + row + i, sums.mean, mask=live)
     factor = reciprocal(softmax.l)
     if entropy is not None:
-        tl.store(entropy + row + i, entropy_of(softmax.l, softmax.moment[0]), mask=live)
-        tl.store(entropy_tangent + row + i, -sums.moment[0] * factor * LN2, mask=live)
+        of_row = entropy_of(softmax.l, softmax.moment[0], NUMBER is not None)
+        tl.store(entropy + row + i, of_row, mask=live)
+        unit = -LN2 if NUMBER is None else 1.0
+        tl.store(entropy_tangent + row + i, sums.moment[0] * factor * unit, mask=live)
     if dropout is not None:
         factor = factor * dropout.factor
     tile.store(out + row * dv, i, live, tile.times(softmax.acc, factor[:, None]), CONFIG.dv)
@@ -173,18 +179,25 @@ def attend(
         coords.kv_pos, coords.kv_stride, coords.kv, rows.batch, n + j, live, CONFIG.index
     )
     pairs = tile.Pairs(rows.b, rows.h, rows.idx, kv_idx[None, :])
-    t, t_tangent, unit, s = scores_with_tangent(s, s_tangent, mods, pairs, captured, MASK, CONFIG)
+    t, t_tangent, unit, s, observed = scores_with_tangent(
+        s, s_tangent, mods, pairs, captured, MASK, CONFIG
+    )
     if not CONFIG.even:
         t = tl.where(live[None, :], t, float("-inf"))
     if CONFIG.t_moves and (CONFIG.score is not None or MASK is not None):
         # A pair that is not kept counts nothing, and its T' may be infinite or NaN.
         t_tangent = tl.where(t == float("-inf"), 0.0, t_tangent)
-    p, rescale, softmax = update_softmax(sums.softmax, t, unit, s, CONFIG.track_max)
+    if CONFIG.number is not None:
+        kept = t != float("-inf")
+        observed = (tl.where(kept, observed[0], 0.0), tl.where(kept, observed[1], 0.0))
+    p, rescale, softmax = update_softmax(sums.softmax, t, unit, s, CONFIG.track_max, observed[:1])
     if CONFIG.t_moves:
         p_tangent = p * (t_tangent - sums.mean[:, None])
         step = tl.sum(p_tangent, 1) * reciprocal(softmax.l)
         of_block = None
-        if len(sums.moment) > 0:
+        if CONFIG.number is not None:
+            of_block = tl.sum(p_tangent * observed[0] + p * observed[1], 1)
+        elif len(sums.moment) > 0:
             base = tl.where(softmax.m == float("-inf"), 0.0, softmax.m)
             of_block = tl.sum(p_tangent * at_least_log_0(t * unit - base[:, None]), 1)
         p_tangent = p_tangent - p * step[:, None]
@@ -215,11 +228,17 @@ def scores_with_tangent(
     s, s_tangent, mods, pairs, captured, MASK: tl.constexpr, CONFIG: tl.constexpr
 ):
     """Return T in some unit (-inf where not kept), T', that unit over log 2, and S, of products
-    `s` = q kᵀ and `s_tangent` (None: neither q nor k moves)."""
+    `s` = q kᵀ and `s_tangent` (None: neither q nor k moves); and the number that the score observes
+    with its tangent, or ()."""
     if s_tangent is None:  # noqa: SIM108  (one branch is compiled)
         t_tangent = tl.zeros_like(s)
     else:
         t_tangent = s_tangent * mods.scale
+    observed = ()
+    if CONFIG.number is not None:
+        observed = CONFIG.number(
+            s * mods.scale, t_tangent, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured
+        )
     if CONFIG.score is None:
         t, unit, s = scores(s, mods, pairs, captured, None, MASK, CONFIG.positive)
     else:
@@ -231,7 +250,7 @@ def scores_with_tangent(
         if MASK is not None:
             keep = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
             t = tl.where(keep, t, float("-inf"))
-    return t, t_tangent, unit, s
+    return t, t_tangent, unit, s, observed
 
 
 @triton.jit
@@ -257,17 +276,19 @@ def moved(softmax, sums, rescale, step, of_block):
 @triton.jit
 def minus_times(x, y, factor):
     """Return x - factor y, piece by piece."""
-    if len(x) == 1:
+    if len(x) == 0:
+        return ()
+    elif len(x) == 1:
         return (x[0] - y[0] * factor,)
     else:
         return (x[0] - y[0] * factor, x[1] - y[1] * factor)
 
 
 @triton.jit
-def with_moving_sink(sums, sink, sink_tangent, h):
+def with_moving_sink(sums, sink, sink_tangent, h, OBSERVES: tl.constexpr):
     """Return the sums with one more key, whose logit is the head's sink and whose value is 0."""
     logit = tl.load(sink + h)
-    softmax = with_sink(sums.softmax, logit)
+    softmax = with_sink(sums.softmax, logit, OBSERVES)
     base = tl.where(softmax.m == float("-inf"), 0.0, softmax.m)
     rescale = tl.exp2(sums.softmax.m - base)
     p = tl.exp2(logit.to(tl.float32) * LOG2E - base)
@@ -277,7 +298,9 @@ def with_moving_sink(sums, sink, sink_tangent, h):
     p_tangent = p * (t_tangent - sums.mean)
     step = p_tangent * reciprocal(softmax.l)
     of_sink = None
-    if len(sums.moment) > 0:
+    if OBSERVES:
+        of_sink = tl.zeros_like(p)
+    elif len(sums.moment) > 0:
         of_sink = p_tangent * at_least_log_0(logit.to(tl.float32) * LOG2E - base)
     acc = sums.softmax.acc
     unscaled = Softmax(acc, softmax.m, softmax.l, softmax.largest, softmax.moment)

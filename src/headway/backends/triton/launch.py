@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...mods.evaluation.derivative import joint
+from ...mods.graph import parse
 from ...types import Captured, Dual, Forward, Grads, Spec, Tangents
-from ..base import Call
+from ..base import Call, observes
 from ..gpu import captured_grads, inference, outputs
 from ..gpu.runtime import parallel_compile
 from .kernel_backward import backward_kv, backward_q
@@ -61,8 +62,9 @@ def backward(
     b, hq, kv_len = *q.shape[:2], k.shape[2]
     dq_dtype, dkv_dtype = spec.grad_dtypes(q.dtype)
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
+    of_sinks = None if observes(spec) else dentropy  # of a sink nothing is observed
     if not lse.numel() or not kv_len:
-        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, dentropy, captured)
+        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, of_sinks, captured)
 
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
     plan = planned(spec, call, wanted, q, k, v, dout)
@@ -92,7 +94,7 @@ def backward(
     dsink = None
     if call.sink is not None:
         delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
-        dsink = captured_grads.of_sink(call.sink, lse, delta, dentropy)
+        dsink = captured_grads.of_sink(call.sink, lse, delta, of_sinks)
     if grouped:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dkv_dtype) for x in (dk, dv))
     widths = (dq, d), (dk, d), (dv, dv_width)
@@ -150,14 +152,18 @@ def _with_tables(spec: Spec, call: Call, along: Tangents) -> tuple[Spec, Call]:
 
 def _forward_launcher(plan: Plan) -> Launcher:
     return plan.launchers.get("forward") or plan.launcher(
-        "forward", forward_kernel, SCORE=plan.function("score")
+        "forward",
+        forward_kernel,
+        SCORE=plan.function("score"),
+        NUMBER=plan.function("number"),
+        NUMBER_FINITE=observes(plan.spec) and parse(plan.spec.score).number_finite,
     )
 
 
 def _tangent_launcher(plan: Plan) -> Launcher:
     return plan.launchers.get("tangent") or plan.launcher(
         "tangent", tangent_kernel, SCORE=plan.function("score_tangent"),
-        CAPTURED_MOVE=plan.codegen_spec.moving != (),
+        NUMBER=plan.function("number_tangent"), CAPTURED_MOVE=plan.codegen_spec.moving != (),
     )  # fmt: skip
 
 
@@ -187,6 +193,7 @@ def _derivative_constants(plan: Plan) -> dict[str, Any]:
     score = plan.codegen_spec.score
     return {
         "DERIVATIVE": plan.function("derivative"),
+        "NUMBER": plan.function("number_derivative"),
         "UNBOUNDED": score is not None and joint(score, plan.codegen_spec.wanted).unbounded,
     }
 
@@ -201,6 +208,8 @@ def _aligned_rows(x: Tensor) -> Tensor:
     """
     batch, head, row, column = x.stride()
     width = x.shape[3]
+    if not width:
+        return x
     if column == 1 and not (batch | head | row | width) & 7 and not x.data_ptr() & 15:
         return x
     if width & 7:

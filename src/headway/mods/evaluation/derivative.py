@@ -57,8 +57,9 @@ def joint(text: str, gathers: tuple[int, ...] = ()) -> Graph:
     """Return the score and its derivatives in one graph, by autograd on the score's own graph.
 
     With the graph cut at its gathers, a score is a pure function of S and the gathered values, so
-    its outputs are T, dT/dS, and dT/dg for every gather g (by node index) in `gathers`. A
-    derivative that is zero everywhere is the number 0. Gathers keep their order, so the n-th
+    its outputs are T, dT/dS, and dT/dg for every gather g (by node index) in `gathers`; then the
+    same of the number that it observes, if any. A derivative that is zero everywhere is the
+    number 0. Gathers keep their order, so the n-th
     gather of the joint graph is the n-th of the score's. Numbers of half precision are rounded
     as the score rounds them; their derivatives are not (`_RoundToHalf`).
     """
@@ -88,17 +89,22 @@ def joint(text: str, gathers: tuple[int, ...] = ()) -> Graph:
             return value
 
         with tracer:
-            (t,) = evaluate(graph, values, gather, compute=_in_float32)
+            results = evaluate(graph, values, gather, compute=_in_float32)
             variables = [score] + [leaves[n] for n in gathers]
-            if not isinstance(t, Tensor) or not t.requires_grad:
-                grads: Sequence[Tensor | None] = [None] * len(variables)
-            else:
-                # With `grad_outputs`, PyTorch would import sympy: seconds in a fresh process.
-                grads = torch.autograd.grad(t, variables, allow_unused=True)
-        outputs: list[Any] = [tracer.cast(t, DTYPES[dtype])]
-        outputs += [0 if g is None else tracer.cast(g, DTYPES[dtype]) for g in grads]
+            derivatives = [_gradients(x, variables) for x in results]
+        outputs: list[Any] = []
+        for x, grads in zip(results, derivatives, strict=True):
+            outputs.append(tracer.cast(x, DTYPES[dtype]))
+            outputs += [0 if g is None else tracer.cast(g, DTYPES[dtype]) for g in grads]
     tensors = tuple(i for i in graph.inputs if i.ndim is not None)
     return tracer.builder.finish("joint", (*tracer.inputs, *tensors), tuple(outputs))
+
+
+def _gradients(x: Any, variables: list[Tensor]) -> Sequence[Tensor | None]:
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return [None] * len(variables)
+    # With `grad_outputs`, PyTorch would import sympy: seconds in a fresh process.
+    return torch.autograd.grad(x, variables, allow_unused=True, retain_graph=True)
 
 
 def differentiable_gathers(graph: Graph, tensors: Sequence[int]) -> tuple[int, ...]:
@@ -107,12 +113,20 @@ def differentiable_gathers(graph: Graph, tensors: Sequence[int]) -> tuple[int, .
     return tuple(n for n, node in graph.gathers if node.args[0] in names and node.dtype in FLOATS)
 
 
+def by_output(score: Graph, outputs: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
+    """Return T and its derivatives, from the outputs of a graph made of the score; then the number
+    that the score observes and its derivatives, if it does."""
+    size = len(outputs) // len(score.outputs)
+    return [(outputs[n], outputs[n + 1 : n + size]) for n in range(0, len(outputs), size)]
+
+
 SCORE_TANGENT = "score_tangent"  # the input of `with_tangent` that holds S'
 
 
 @lru_cache(maxsize=1024)
 def with_tangent(text: str, moving: tuple[int, ...] = ()) -> Graph:
-    """Return the score and its tangent T' = dT/dS S' + Σ dT/dg g' in one graph.
+    """Return the score and its tangent T' = dT/dS S' + Σ dT/dg g' in one graph; then the same of
+    the number that it observes, if any.
 
     g' is read where the score reads g, from the tangents of the captured tensors numbered in
     `moving`. These are the graph's last tensors, each of its captured tensor's dtype.
@@ -123,25 +137,27 @@ def with_tangent(text: str, moving: tuple[int, ...] = ()) -> Graph:
     dtype = next(i.dtype for i in graph.inputs if i.name == "score")
     builder = Builder()
     builder.nodes = list(graph.nodes)
-    t, dt_ds, *dt_dgathers = graph.outputs
     joint_nodes = dict(zip([n for n, _ in score.gathers], graph.gathers, strict=True))
-    terms: list[tuple[Arg, Arg]] = [(dt_ds, SCORE_TANGENT)]
-    for n, dt_dgather in zip(gathers, dt_dgathers, strict=True):
+    directions: list[Arg] = [SCORE_TANGENT]
+    for n in gathers:
         _, node = joint_nodes[n]
         table = f"t{len(score.tensors) + moving.index(int(str(node.args[0])[1:]))}"
         value = builder.emit("gather", (table, *node.args[1:]), node.dtype, node.line)
         if node.dtype != dtype:
             value = builder.emit("to", (value,), dtype)
-        terms.append((dt_dgather, value))
-    total: Arg = 0
-    for derivative, value in terms:
-        if derivative != 0:
-            term = builder.emit("mul", (derivative, value), dtype)
-            total = term if total == 0 else builder.emit("add", (total, term), dtype)
+        directions.append(value)
+    outputs: list[Arg] = []
+    for result, derivatives in by_output(score, graph.outputs):
+        total: Arg = 0
+        for derivative, value in zip(derivatives, directions, strict=True):
+            if derivative != 0:
+                term = builder.emit("mul", (derivative, value), dtype)
+                total = term if total == 0 else builder.emit("add", (total, term), dtype)
+        outputs += [result, total]
     dims = {i.name: i for i in score.tensors}
     tangents = [
         Input(f"t{len(score.tensors) + n}", dims[f"t{m}"].dtype, dims[f"t{m}"].ndim)
         for n, m in enumerate(moving)
     ]
     inputs = *graph.inputs, Input(SCORE_TANGENT, dtype), *tangents
-    return builder.finish("joint", inputs, (t, total))
+    return builder.finish("joint", inputs, tuple(outputs))

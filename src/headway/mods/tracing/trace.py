@@ -108,6 +108,14 @@ class _Indexing(TorchFunctionMode):
             self.tracer.note_value_read()
 
 
+class Observed(NamedTuple):
+    """T and a number of the pair, whose mean under P is a result of the forward: what a score of
+    the library may return."""
+
+    score: Any
+    number: Any
+
+
 class Trace(NamedTuple):
     """A traced function.
 
@@ -163,9 +171,11 @@ def trace(
         try:
             with tracer, _Indexing(tracer), recorder or nullcontext():
                 result = run(*values)
-            if gradients and is_unlinked(tracer, result):
-                with tracer:
-                    link(tracer, result)
+            results = result if isinstance(result, Observed) else (result,)
+            for value in results:
+                if gradients and is_unlinked(tracer, value):
+                    with tracer:
+                        link(tracer, value)
         except ModError:
             raise
         except Exception as error:
@@ -186,11 +196,11 @@ def trace(
                 "value of f and the derivative of x, or call under torch.no_grad()"
                 f"{recorder.hooked_module}"
             )
-        output = _output(tracer, kind, result, dtype)
+        outputs = tuple([_output(tracer, kind, value, dtype) for value in results])
     tensors = tuple(
         Input(f"t{n}", DTYPE_NAMES[t.dtype], t.dim()) for n, t in enumerate(tracer.captured)
     )
-    graph = tracer.builder.finish(kind, (*tracer.inputs, *tensors), (output,))
+    graph = tracer.builder.finish(kind, (*tracer.inputs, *tensors), outputs)
     return Trace(graph, tracer.captured, tracer.value_read, tracer.shape_read)
 
 

@@ -19,12 +19,12 @@ import linecache
 import types
 from functools import lru_cache
 
-from ....mods.evaluation.derivative import SCORE_TANGENT, joint, with_tangent
+from ....mods.evaluation.derivative import SCORE_TANGENT, by_output, joint, with_tangent
 from ....mods.graph import POSITIONS, Builder, Graph, Node, parse
 from ....types import PACKAGE
 from .affine import affine_score
 from .dependence import dependence_of, diagonal_gathers
-from .function import FunctionEmitter
+from .function import OF_NUMBER, OF_T, FunctionEmitter
 from .hoist import hoist_mask, hoist_score
 from .int_ranges import IntRanges
 from .limits import KeyLimitsEmitter
@@ -34,7 +34,8 @@ from .spec import CodegenSpec
 @lru_cache(maxsize=1024)
 def source(codegen_spec: CodegenSpec) -> str:
     """Return the module's source: `score`, `derivative`, `scatter` and `mask`, if the call has
-    them; `score_tangent` in place of the first three, if it has tangents."""
+    them; `score_tangent` in place of the first three, if it has tangents. A score that observes a
+    number has a function of that for each of T, and none of a T that is S."""
     functions = []
     score_tensors = 0
     if codegen_spec.score is not None and codegen_spec.moving is not None:
@@ -42,15 +43,15 @@ def source(codegen_spec: CodegenSpec) -> str:
         score_tensors = len(graph.tensors)
         emitters = _Emitters(codegen_spec, codegen_spec.wide_offsets[:score_tensors])
         functions += _emit_biases(graph, emitters)
-        functions.append(emitters("score_tangent", graph).emit_outputs(SCORE_TANGENT))
+        functions += _emit_score(2, codegen_spec.score, graph, emitters, SCORE_TANGENT)
     elif codegen_spec.score is not None:
         graph = parse(codegen_spec.score)
         score_tensors = len(graph.tensors)
         emitters = _Emitters(codegen_spec, codegen_spec.wide_offsets[:score_tensors])
         derivative = joint(codegen_spec.score, codegen_spec.wanted)
         functions += _emit_biases(graph, emitters)
-        functions.append(emitters("score", graph).emit_outputs())
-        functions.append(emitters("derivative", derivative).emit_outputs())
+        functions += _emit_score(0, codegen_spec.score, graph, emitters)
+        functions += _emit_score(1, codegen_spec.score, derivative, emitters)
         functions += _emit_affine(graph, emitters)
         if codegen_spec.wanted:
             functions += _emit_scatter(graph, emitters)
@@ -95,6 +96,21 @@ class _Emitters:
     def __call__(self, name: str, graph: Graph) -> FunctionEmitter:
         """Return the emitter of a function that evaluates a graph."""
         return FunctionEmitter(name, graph, self.codegen_spec, self.wide_offsets)
+
+
+def _emit_score(
+    kind: int, score: str, graph: Graph, emitters: _Emitters, *tangents: str
+) -> list[str]:
+    """Emit the function of T, and that of the number that the score observes, if any, by their kind
+    in `OF_T`. `graph` is made of the score's."""
+    observing = parse(score)
+    return [
+        emitters(names[kind], graph).emit_outputs(*tangents, only=(result, *derivatives))
+        for names, (result, derivatives) in zip(
+            (OF_T, OF_NUMBER), by_output(observing, graph.outputs), strict=False
+        )
+        if names is OF_NUMBER or not (observing.observes and observing.outputs[0] == "score")
+    ]
 
 
 def _emit_affine(graph: Graph, emitters: _Emitters) -> list[str]:

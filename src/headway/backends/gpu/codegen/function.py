@@ -24,6 +24,11 @@ TYPES = {
 }  # fmt: skip
 
 
+# Functions of T, and of the number that a score observes: its value, derivative and tangent.
+OF_T = "score", "derivative", "score_tangent"
+OF_NUMBER = "number", "number_derivative", "number_tangent"
+
+
 class FunctionEmitter:
     """The emitter of one function that evaluates a graph.
 
@@ -37,21 +42,20 @@ class FunctionEmitter:
         self.name, self.graph, self.wide_offsets = name, graph, wide_offsets
         self.approx_tanh, self.bias_tables = codegen_spec.approx_tanh, codegen_spec.bias_tables
         # These functions are called with a tile of pairs; others may get single positions.
-        takes_tile = codegen_spec.per_diagonal and name in ("score", "derivative", "score_tangent")
+        takes_tile = codegen_spec.per_diagonal and name in (*OF_T, *OF_NUMBER)
         self.per_diagonal = diagonal_gathers(graph) if takes_tile else []
         self.ranges = IntRanges(graph, codegen_spec.narrow)
         self.dependences = dependences(graph)
         self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
         self.statements: list[tuple[str, str]] = []  # per node: the user's line, the statement
 
-    def emit_outputs(self, *tangents: str) -> str:
-        """Emit a function that returns the graph's outputs; scores have the shape of S. `tangents`
-        are inputs beside S, of its shape."""
+    def emit_outputs(self, *tangents: str, only: Sequence[Arg] | None = None) -> str:
+        """Emit a function that returns the graph's outputs, or `only` some. Scores have the shape
+        of S. `tangents` are inputs beside S, of its shape."""
         self._lower_nodes(self.graph.nodes)
-        outputs = [self._output(a) for a in self.graph.outputs]
-        joint = self.graph.kind == "joint"
+        outputs = [self._output(a) for a in (self.graph.outputs if only is None else only)]
         parameters = ("score", *tangents, *POSITIONS) if tangents else ()
-        result = f"({', '.join(outputs)})" if joint else outputs[0]
+        result = f"({', '.join(outputs)})" if len(outputs) > 1 else outputs[0]
         return self._function_source(result, parameters)
 
     def emit_last_node(self) -> str:

@@ -24,7 +24,8 @@ class Softmax(NamedTuple):
     m: Any  # the largest T so far, in units of log 2
     l: Any  # Σ exp2(T − m)
     largest: Any  # the largest S so far, if TRACK_MAX; else unused
-    moment: Any  # (Σ exp2(T − m) (T − m),) for the entropy; else ()
+    # (Σ exp2(T − m) (T − m),) for the entropy, (Σ exp2(T − m) f,) for the mean of f; else ()
+    moment: Any
 
 
 @triton.jit
@@ -39,13 +40,14 @@ def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr, ENTROPY: tl.constexpr
 
 
 @triton.jit
-def update_softmax(state, t, unit, s, TRACK_MAX: tl.constexpr):
+def update_softmax(state, t, unit, s, TRACK_MAX: tl.constexpr, observed=()):
     """Return P = exp2(T - m) of one more block of keys, the factor by which to rescale `acc`, and
     the new state with the old `acc`.
 
     - `t`: T in some unit, -inf where a pair is not kept.
     - `unit`: that unit over log 2.
     - `s`: S, whose largest value is tracked if `TRACK_MAX`.
+    - `observed`: (f,), if the mean of f is asked for, finite where a pair is not kept.
     """
     acc, m, l, largest, moment = state
     if TRACK_MAX:  # of S, where T says that the pair is kept
@@ -58,7 +60,9 @@ def update_softmax(state, t, unit, s, TRACK_MAX: tl.constexpr):
     exponent = t * unit - base[:, None]
     p = tl.exp2(exponent)
     rescale = tl.exp2(old_m - base)
-    if len(moment) > 0:
+    if len(observed) > 0:
+        moment = (moment[0] * rescale + tl.sum(p * observed[0], 1),)
+    elif len(moment) > 0:
         earlier = moved_moment(moment[0], l, old_m - base, rescale)
         moment = (earlier + tl.sum(p * at_least_log_0(exponent), 1),)
     l = l * rescale + tl.sum(p, 1)
@@ -79,8 +83,9 @@ def moved_moment(moment, l, shift, rescale):
 
 
 @triton.jit
-def with_sink(state, sink):
-    """Return the softmax with one more key, whose logit is `sink` and whose value is 0."""
+def with_sink(state, sink, OBSERVES: tl.constexpr):
+    """Return the softmax with one more key, whose logit is `sink` and whose value is 0, and so is
+    what a score OBSERVES."""
     acc, m, l, largest, moment = state
     s = sink.to(tl.float32) * LOG2E
     old_m = m
@@ -88,7 +93,9 @@ def with_sink(state, sink):
     base = tl.where(m == float("-inf"), 0.0, m)
     rescale = tl.exp2(old_m - base)
     p = tl.exp2(s - base)
-    if len(moment) > 0:
+    if OBSERVES:
+        moment = (moment[0] * rescale,)
+    elif len(moment) > 0:
         earlier = moved_moment(moment[0], l, old_m - base, rescale)
         moment = (earlier + p * at_least_log_0(s - base),)
     l = l * rescale + p
@@ -102,11 +109,14 @@ def log_sum_exp(m, l):
 
 
 @triton.jit
-def entropy_of(l, moment):
+def entropy_of(l, moment, OBSERVES: tl.constexpr):
     """Return the entropy, in natural units: the sum of two numbers of at least 0, but for rounding;
-    0 for a query that sees no key."""
-    entropy = (tl.log2(tl.where(l == 0.0, 1.0, l)) - moment * reciprocal(l)) * LN2
-    return tl.where(entropy < 0.0, 0.0, entropy)
+    0 for a query that sees no key. Return the mean of what a score OBSERVES in its place."""
+    if OBSERVES:
+        return moment * reciprocal(l)
+    else:
+        entropy = (tl.log2(tl.where(l == 0.0, 1.0, l)) - moment * reciprocal(l)) * LN2
+        return tl.where(entropy < 0.0, 0.0, entropy)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Tiles of a matrix in Triton: loads, stores and products.
 
 A row whose width is no power of two is held as two pieces, so that 192 costs 128 + 64 columns and
-not 256 (`Width`). A tile is a tuple of its pieces. Rows and columns past the end are zeros, and no
+not 256 (`Width`). A tile is a tuple of its pieces, () where a matrix has no columns: it is neither
+read nor multiplied. Rows and columns past the end are zeros, and no
 pointer past the end is read.
 """
 
@@ -27,7 +28,9 @@ def load(base, rows, stride, live, WIDTH: tl.constexpr, column_stride=None):
     - `live`: which rows exist; None: all.
     - `column_stride`: None: 1.
     """
-    if WIDTH.rest == 0:
+    if WIDTH.columns == 0:
+        return ()
+    elif WIDTH.rest == 0:
         return (_load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),)
     else:
         return (
@@ -72,7 +75,9 @@ def store(base, rows, live, x, WIDTH: tl.constexpr):
 @triton.jit
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Return an accumulator of zeros in pieces."""
-    if WIDTH.rest == 0:
+    if WIDTH.columns == 0:
+        return ()
+    elif WIDTH.rest == 0:
         return (tl.zeros([ROWS, WIDTH.piece], tl.float32),)
     else:
         return (tl.zeros([ROWS, WIDTH.piece], tl.float32), tl.zeros([ROWS, WIDTH.rest], tl.float32))
@@ -90,18 +95,23 @@ def outer(a, b, PRECISION: tl.constexpr, s=None):
 @triton.jit
 def add_product(acc, p, x, PRECISION: tl.constexpr):
     """Return acc + p x, piece by piece. p is rounded to the dtype of x, for tensor cores."""
-    p = p.to(x[0].dtype)
-    first = tl.dot(p, x[0], acc[0], input_precision=PRECISION)
-    if len(acc) == 1:
-        return (first,)
+    if len(acc) == 0:
+        return ()
     else:
-        return (first, tl.dot(p, x[1], acc[1], input_precision=PRECISION))
+        p = p.to(x[0].dtype)
+        first = tl.dot(p, x[0], acc[0], input_precision=PRECISION)
+        if len(acc) == 1:
+            return (first,)
+        else:
+            return (first, tl.dot(p, x[1], acc[1], input_precision=PRECISION))
 
 
 @triton.jit
 def times(acc, factor):
     """Return every piece times a factor: a number, or a column with one number per row."""
-    if len(acc) == 1:
+    if len(acc) == 0:
+        return ()
+    elif len(acc) == 1:
         return (acc[0] * factor,)
     else:
         return (acc[0] * factor, acc[1] * factor)

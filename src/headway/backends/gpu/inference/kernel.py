@@ -346,7 +346,7 @@ def finish(pointers, cache, sizes, tile, state, CONFIG: tl.constexpr):
         largest = state.largest if CONFIG.track_max else state.m * LN2  # if not tracked, S is T
         tl.store(pointers.max_logit + rows, or_nan(largest, state.l), mask=tile.live)
     if pointers.sink is not None:
-        state = with_sink(state, tl.load(pointers.sink + tile.h))
+        state = with_sink(state, tl.load(pointers.sink + tile.h), False)
     tl.store(pointers.lse + rows, log_sum_exp(state.m, state.l), mask=tile.live)
     factor = reciprocal(state.l)
     if cache.v_scale is not None:
