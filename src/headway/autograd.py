@@ -479,8 +479,8 @@ def _operators(
 
 @called_in_graph
 def apply_in_graph(text: str, numbers: tuple, *inputs: Any) -> tuple:
-    """Return the results of `_Attention`. `text` is the spec's; `numbers`: of captured tensors, ints,
-    floats, offsets. (Dynamo would trace what `_Attention` runs, and lose its gradient below
+    """Return the results of `_Attention`. `text` is the spec's; `numbers`: of captured tensors,
+    ints, floats, offsets. (Dynamo would trace what `_Attention` runs, and lose its gradient below
     transforms.)"""
     runner = operators_of(ON_ONE_DEVICE, Spec.parse(text), inputs[0], *numbers)
     return _Attention.apply(runner, *inputs)

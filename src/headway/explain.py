@@ -8,7 +8,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from .arguments import leaves_of
+from .arguments import leaves_of, shown
 from .backends import NAMES, get, order, reasons_against, slower
 from .backends.base import CapabilityKey, capability_key, split
 from .blocks import BlockMask, cached_build, formula_of
@@ -152,10 +152,7 @@ def explain(
         spec, call = prepare(*arguments, backend=chosen_backend, **options)
         code = get(chosen_backend).code(spec, call)
         kernels = _kernels(spec, call)
-    shapes = ", ".join(
-        f"{n} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        for n, x in zip("qkv", (q, k, v), strict=True)
-    )
+    shapes = ", ".join(f"{n} {shown(x)}" for n, x in zip("qkv", (q, k, v), strict=True))
     mods_text = "".join(
         f", {n} = {show(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
     )

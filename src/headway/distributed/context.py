@@ -19,7 +19,7 @@ from ..autograd import Pair, run_operators
 from ..backends.base import Call
 from ..errors import ArgumentError
 from ..operators import flat, grads_like, library, register_fake, results_like
-from ..surroundings import transforms
+from ..surroundings import is_batched, transforms, unwrapped
 from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec
 from .layout import Layout
 from .shard_table import NO_MESH
@@ -95,7 +95,9 @@ def attention(
     *operands, _, _ = flat(call)
     trainable = [call.q, call.k, call.v, call.sink, *call.captured.tensors[: spec.score_tensors]]
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trainable)
-    if not is_compiling() and transforms() and any(map(_batched, trainable)):
+    if not is_compiling() and transforms() and any(
+        x is not None and is_batched(unwrapped(x)) for x in trainable
+    ):  # fmt: skip
         raise ArgumentError(
             "vmap over a call with layout= is not possible: ranks exchange whole batches; pass the "
             "batch as the first dimension of q, k and v"
@@ -103,16 +105,6 @@ def attention(
     exchange = _exchange_of(layouts, own_tiles, trains, draws_seed, call)
     tables = layouts.q.table, (layouts.kv or layouts.q).table
     return run_operators(_OVER_RANKS, spec.over_ranks(exchange), *operands, *tables)
-
-
-def _batched(x: Tensor | None) -> bool:
-    """Return whether vmap has taken a dimension of x."""
-    functorch = torch._C._functorch
-    while x is not None and functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            return True
-        x = functorch.get_unwrapped(x)
-    return False
 
 
 def tell_ranks(layouts: Layouts, error: Exception) -> None:

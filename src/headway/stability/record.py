@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ..types import constant_under_compile
+from ..surroundings import is_batched, is_wrapped, transforms
+from ..types import allow_in_graph, called_in_graph
 from .rows import local_part
 
 
@@ -54,9 +55,9 @@ class MaxLogit(nn.Module):
         if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
             self._move(max_logit.device)
         with torch.no_grad():
-            if torch._C._are_functorch_transforms_active():
+            if transforms():
                 if torch.compiler.is_compiling():
-                    _allow_in_graph()
+                    allow_in_graph()
                 _record_beneath(self.value, max_logit)
             else:
                 _record(self.value, local_part(max_logit))
@@ -108,24 +109,16 @@ def _record(value: Tensor, max_logit: Tensor) -> None:
     local_value.copy_(torch.fmax(local_value, largest))  # fmax: of NaN and a number, the number
 
 
+@called_in_graph
 def _record_beneath(value: Tensor, max_logit: Tensor) -> None:
     """Record what `torch.func` has wrapped: its transforms let nothing be written inside."""
     functorch = torch._C._functorch
     heads = 1  # the dimension
-    while functorch.is_functorch_wrapped_tensor(max_logit):
-        batched = functorch.is_batchedtensor(max_logit)
-        heads += batched and functorch.maybe_get_bdim(max_logit) <= heads
+    while is_wrapped(max_logit):
+        heads += is_batched(max_logit) and functorch.maybe_get_bdim(max_logit) <= heads
         max_logit = functorch.get_unwrapped(max_logit)
     with temporarily_clear_interpreter_stack():
         _record(value, max_logit.movedim(heads, -1).flatten(0, -2))
-
-
-def _allow_in_graph() -> None:
-    """Tell Dynamo, while it traces, to take the function as it is."""
-    torch.compiler.allow_in_graph(_record_beneath)
-
-
-constant_under_compile(_allow_in_graph)
 
 
 @torch.no_grad()
