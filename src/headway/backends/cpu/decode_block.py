@@ -9,7 +9,7 @@ from torch import Tensor
 from ...mods.evaluation.pointwise import Positions, score_at
 from ...types import Spec, acc_dtype
 from ..base import Call, graphs, split
-from .decode_keys import CACHED_NUMBERS, KeyReader
+from .decode_keys import KeyReader
 from .flash import _finite, _forward, _some_zero
 from .tiled import Buffers, exp_in_place
 
@@ -64,20 +64,24 @@ class BlockAttention:
             if update is not None:
                 return update
         t, max_logit = self._scores(q, k, positions, keep_mask)
-        # A score of a single block is what the kernel adds to 0 times its logits, where reading the
-        # keys again costs less than launches. (lse has no room for a sum beside a large score.)
-        cached = single and k.numel() <= CACHED_NUMBERS
-        if cached and self.kernel_takes and not self.spec.row_max and self.call.sink is None:
-            v = self.keys.v(rows, heads, keys)
-            update = self._by_kernel(q, k, v, t.flatten(2, 3), 0.0)
-            if update is not None:
-                return update._replace(max_logit=max_logit)
-        m = t.amax(-1, keepdim=True)
-        base = m.masked_fill(m == -math.inf, 0)
-        p = exp_in_place(torch.sub(t, base, out=self.buffers(self.acc)))
+        relative_to, total, p = self._softmax(t, single)
         v = self.keys.v(rows, heads, keys).flatten(0, 1)
         out = torch.bmm(p.view(len(v), -1, p.shape[-1]), v).view(*q.shape[:4], v.shape[2])
-        return PartialSoftmax(m, p.sum(-1, keepdim=True), out, max_logit)
+        return PartialSoftmax(relative_to, total, out, max_logit)
+
+    def _softmax(self, t: Tensor, single: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return what exponentials of T are relative to, their sum (None: they are divided by it),
+        and the exponentials."""
+        m, p = t.amax(-1, keepdim=True), self.buffers(self.acc)
+        # One op divides as well, but lse has no room for the sum of a sink beside a large score.
+        if single and not self.spec.row_max and self.call.sink is None:
+            torch.softmax(t, -1, out=p)
+            lse = m - p.amax(-1, keepdim=True).log_()
+            if math.isfinite(lse.sum()):  # every row sees a key, and numbers
+                return lse, None, torch.threshold_(p, torch.finfo(self.acc).tiny, 0.0)
+        base = m.masked_fill(m == -math.inf, 0)
+        p = exp_in_place(torch.sub(t, base, out=p))
+        return m, p.sum(-1, keepdim=True), p
 
     def _by_kernel(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float

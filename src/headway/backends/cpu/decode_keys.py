@@ -12,7 +12,6 @@ from ..base import Call
 from .flash import _finite, _forward, _some_zero
 
 _MIN_COLUMN_BYTES = 64  # of a page; products of fewer keys take longer than copies
-CACHED_NUMBERS = 1 << 18  # of keys that are still in the caches when they are read again
 _MAX_GAP_NUMBERS = 1 << 16  # numbers of others' pages that are read to save a launch
 
 
@@ -43,7 +42,7 @@ class KeyReader:
     ) -> Tensor:
         block = self._gather(cache, rows, heads, keys) if self.paged else cache[rows, heads, keys]
         if block.dtype != self.acc:
-            apart = cache is self.call.v and (self.apart or block.numel() <= CACHED_NUMBERS)
+            apart = self.apart and cache is self.call.v
             scratch = self._scratch(("wide", apart), block.shape, self.acc)
             block = scratch.copy_(block)
         if scale is not None:
