@@ -349,6 +349,13 @@ def _check_ints(name: str, x: Any, shape: tuple[int, ...], axes: str, device: to
         )
 
 
+def check_scale(name: str, scale: Any, axes: str, *shapes: tuple[int, ...]) -> None:
+    """Check that a scale of keys or values is one float or a tensor of floats of these shapes."""
+    fits = isinstance(scale, Tensor) and tuple(scale.shape) in ((), *shapes)
+    if not fits or not scale.is_floating_point():
+        raise ArgumentError(f"{name} must be a float tensor {axes}, got {shown(scale)}")
+
+
 def check_results(call: Call, **results: Any) -> None:
     """Check the results of a forward, and their gradients, in the shapes of its call. `dlse` may be
     None."""

@@ -148,6 +148,9 @@ def test_wrong_arguments_of_caches():
         cache.reserve(2, 1)
     with pytest.raises(ArgumentError, match=r"k must be \(rows, hk, tokens, width\)"):
         cache[0].append(torch.randn(2, HK, 1, D + 1), torch.randn(2, HK, 1, D))
+    for scale in (2.0, torch.ones(HK), torch.ones(1, HK).int()):
+        with pytest.raises(ArgumentError, match=r"v_scale must be a float tensor \(\) or \(layers"):
+            Cache(1, 2, HK, D, capacity=4, v_scale=scale)
     with pytest.raises(ArgumentError, match="a cache is of float32"):
         PagedCache(1, 3, 4, HK, D, rows=2, dtype=torch.int8)
     with pytest.raises(ArgumentError, match="row 0 has 0 keys, not 2"):

@@ -4,7 +4,7 @@ from typing import Any, Never
 
 from torch import Tensor
 
-from ..arguments import check_dense, count_of, shown
+from ..arguments import check_dense, check_scale, count_of, shown
 from ..blocks import BlockMask
 from ..errors import ArgumentError
 from ..keywords import unknown_keywords
@@ -147,11 +147,7 @@ def _scale(name: str, scale: Any, k: Any, lengths: Any) -> Tensor | None:
     if not isinstance(lengths, Tensor) or lengths.dim() != 1:
         return None
     shape = lengths.shape[0], k.shape[1]
-    fits = isinstance(scale, Tensor) and tuple(scale.shape) in ((), shape[1:], shape)
-    if not fits or not scale.is_floating_point():
-        raise ArgumentError(
-            f"{name} must be a float tensor (), (hk,) or (b, hk), here {shape}, got {shown(scale)}"
-        )
+    check_scale(name, scale, f"(), (hk,) or (b, hk), here {shape}", shape[1:], shape)
     if scale.device != k.device:
         raise ArgumentError(f"{name} is on {scale.device}, k on {k.device}; move it with .to()")
     return scale.float().expand(shape)

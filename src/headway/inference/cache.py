@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import DTYPES, count_of, shown
+from ..arguments import DTYPES, check_scale, count_of, shown
 from ..backends.slots import write_slots
 from ..errors import ArgumentError, CacheFull
 from ..types import FLOAT8, as_int
@@ -124,13 +124,8 @@ class _Cache:
 
     def _set_scales(self, layers: int, hk: int, k_scale: Any, v_scale: Any) -> None:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None and (
-                not isinstance(scale, Tensor) or tuple(scale.shape) not in ((), (layers, hk))
-            ):
-                raise ArgumentError(
-                    f"{name} must be a float tensor () or (layers, hk) = {(layers, hk)}, got "
-                    f"{shown(scale)}"
-                )
+            if scale is not None:
+                check_scale(name, scale, f"() or (layers, hk) = {(layers, hk)}", (layers, hk))
         device = self.stored[0].device
         self.k_scale, self.v_scale = (s if s is None else s.to(device) for s in (k_scale, v_scale))
 

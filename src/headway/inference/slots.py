@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import DTYPES, shown
+from ..arguments import DTYPES, check_scale, shown
 from ..backends.slots import write_slots
 from ..errors import ArgumentError
 from ..surroundings import host_can_read
@@ -67,9 +67,7 @@ def is_expanded(x: Tensor) -> bool:
 def _check_scale(name: str, scale: Any, new: Tensor) -> None:
     if scale is None:
         return
-    fits = isinstance(scale, Tensor) and tuple(scale.shape) in ((), (new.shape[1],))
-    if not fits or not scale.is_floating_point():
-        raise ArgumentError(f"{name} must be a float tensor () or (hk,), got {shown(scale)}")
+    check_scale(name, scale, "() or (hk,)", (new.shape[1],))
     if scale.device != new.device:
         raise ArgumentError(f"{name} is on {scale.device}, k on {new.device}; move it with .to()")
 
