@@ -11,6 +11,9 @@ from torch import Tensor
 import headway as hw
 from headway.backends import get
 from headway.errors import ArgumentError, ModError
+from headway.mods import retraced
+from headway.row_statistics.scores import Observing
+from headway.variants.expect import _score_first
 
 B, HQ, HK, N, M, D = 2, 4, 2, 7, 9, 8
 F64 = {"dtype": torch.float64, "requires_grad": True}
@@ -207,6 +210,13 @@ def test_a_function_that_is_infinite_at_masked_pairs(backend, dtype):
         torch.autograd.grad((right * sent).sum(), (q, k, right_table)), strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(ours, theirs)
+
+
+def test_what_it_calls_is_traced_once():
+    score = lambda s, b, h, i, j: 2 * s
+    for f in (of({}) for name, of in FUNCTIONS.items() if name != "learned"):
+        observing = Observing(score, partial(_score_first, f))
+        assert retraced("score", observing, torch.float32) is None
 
 
 def test_rows_whose_every_score_is_large():

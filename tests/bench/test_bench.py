@@ -13,7 +13,16 @@ import torch
 import headway
 from headway.errors import ArgumentError
 from headway_lab.bench import cases as table
-from headway_lab.bench import child, forward_mode, measure, overhead, run, timing, training
+from headway_lab.bench import (
+    child,
+    forward_mode,
+    measure,
+    overhead,
+    row_statistics,
+    run,
+    timing,
+    training,
+)
 from headway_lab.bench import results as book
 from headway_lab.bench.case import (
     BACKWARD,
@@ -355,6 +364,20 @@ def test_tangents_are_checked_and_timed(fast, monkeypatch):
     assert (by["flex"].verdict, by["flex"].note) == ("not run", "no compiler here")
 
 
+@pytest.mark.parametrize("what", ["entropy", "expect"])
+def test_statistics_are_checked_and_timed(what, fast, monkeypatch):
+    case = replace(TINY, measure=what, peers=("headway out alone",))
+    lines = run.MEASURES[what](case, "cpu", 2, lambda: None)
+    by = {(r.contestant, r.direction): r for r in lines}
+    for direction in (FORWARD, BACKWARD):
+        assert by["headway", direction].verdict == ""
+        assert 0 < by["headway", direction].error < by["headway", direction].limit
+        assert by["headway out alone", direction].ratio is not None
+    monkeypatch.setattr(row_statistics, "expect", lambda *x, **y: 1.1 * headway.expect(*x, **y))
+    wrong = run.MEASURES["expect"](case, "cpu", 2, lambda: None)
+    assert [r.verdict for r in wrong] == ["wrong"]
+
+
 def test_explicit_masks_that_do_not_fit_are_refused():
     case = replace(PACKED, length=100_000)
     x = make_inputs(TINY)._replace(mask=headway.causal() & headway.sliding_window(5))
@@ -572,7 +595,7 @@ BLOCKS = Case(
 
 
 def test_block_masks_are_timed_and_compared(fast, monkeypatch):
-    ours, theirs = run.MEASURES["block mask"](BLOCKS, "cpu", 2, lambda: None)
+    ours, theirs = run.run.MEASURES["block mask"](BLOCKS, "cpu", 2, lambda: None)
     assert (ours.tiles, ours.target, ours.verdict) == (6, "<= 1e+06 ms", "pass")
     assert ours.note.startswith("3 full, 3 partial, 3 empty")
     assert (theirs.target, theirs.verdict) == (">= 1e-06x", "pass")
@@ -581,7 +604,7 @@ def test_block_masks_are_timed_and_compared(fast, monkeypatch):
     prepare = PEERS["create_block_mask"].prepare
     wrong = lambda case, x: prepare(case, x._replace(mask=headway.causal()))
     monkeypatch.setitem(PEERS, "create_block_mask", replace(PEERS["flex"], prepare=wrong))
-    _, theirs = run.MEASURES["block mask"](other, "cpu", 1, lambda: None)
+    _, theirs = run.run.MEASURES["block mask"](other, "cpu", 1, lambda: None)
     assert (theirs.verdict, theirs.median) == ("wrong", None)
 
 

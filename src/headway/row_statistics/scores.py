@@ -26,7 +26,7 @@ class Observing(Score):
         number = self.f(t.clone(), b, h, q_idx, kv_idx)  # it may write in place
         if isinstance(number, Tensor) and number.dtype == torch.bool:
             number = torch.where(number, 1.0, 0.0)
-        return Observed(t, int(number) if isinstance(number, bool) else number)
+        return Observed((t, int(number) if isinstance(number, bool) else number))
 
     def __repr__(self) -> str:
         # While it is traced, another stands for the partial.

@@ -50,10 +50,10 @@ class Case:
     - `peers`: names in `peers.PEERS`.
     - `isa`: run as on a CPU with no more than this (see `child.py`); "" for the CPU as it is.
     - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers; "forward
-      mode", with tangents of q, k and v; what "recording" and clipping add to a training step, in
-      percent; "training", the steps of a model of `training.MODELS`; "memory" in MB; "overhead" and
-      "overhead, compiled" in µs beside the kernel of a call; "block mask" and "block mask, memory",
-      the ms and MB of building one.
+      mode", with tangents of q, k and v; "entropy" beside out, "expect" alone; what "recording" and
+      clipping add to a training step, in percent; "training", the steps of a model of
+      `training.MODELS`; "memory" in MB; "overhead" and "overhead, compiled" in µs beside the kernel
+      of a call; "block mask" and "block mask, memory", the ms and MB of building one.
     - `most`: the largest value allowed, for what is not a ratio.
     - `by_rows`: tensors lie in memory as a model makes them, (b, length, heads, d), for everyone.
     """

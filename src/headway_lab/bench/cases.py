@@ -143,6 +143,7 @@ def _half(dtype: str, isa: str = "") -> Case:
 _PARITY = _than("sdpa", 0.9, 0.9)
 _FLEX = (Target(FORWARD, "flex", 1.0),)
 _BOTH = ("sdpa", "flex")
+_ALONE = ("headway out alone",)
 _PER_TILE = _than("causal, per tile", 0.5, 0.5)
 _NO_AMX = "AVX512_CORE_VNNI"
 _MODELS: dict[str, Any] = {
@@ -165,6 +166,8 @@ CASES: tuple[Case, ...] = (
          peers=("headway without dropout", "sdpa dropout"), tags=("dropout",)),
     Case("jvp-1k-64", length=1024, mask=causal, measure="forward mode",
          peers=("headway without tangents", "sdpa math"), tags=("jvp",)),
+    *(Case(f"{what}-1k-64", length=1024, mask=causal, measure=what, peers=_ALONE,
+           tags=("statistics",)) for what in ("entropy", "expect")),
     Case("gqa-4k-64", hk=2, mask=causal, peers=_BOTH, targets=_FLEX, tags=("shapes",)),
     Case("one-head-4k-64", hq=1, hk=1, mask=causal, peers=("sdpa",), tags=("shapes",)),
     Case("batch-8x256-64", b=8, length=256, mask=causal, peers=("sdpa",), tags=("shapes",)),
@@ -360,6 +363,10 @@ GPU_CASES: tuple[Case, ...] = (
       for name, mask, score in (
           ("8k-128-full", None, None), ("8k-128-causal", causal, None),
           ("softcap-full", None, lambda: softcap(20.0)))),
+    *(_gpu(f"{what}-8k-128-{name}", (2, 16, 16, 8192, 128), "statistics", mask=mask, peers=_ALONE,
+           measure=what, targets=(Target(FORWARD, *_ALONE, times),))
+      for what, times in (("entropy", 1 / 1.08), ("expect", 1 / 0.7))
+      for name, mask in (("causal", causal), ("full", None))),
     *_pair("16k-256", (1, 8, 8, 16384, 256), "main",
            targets=_flex(1.0, 2.0) + _fixed(0.95, 1.2)),
     *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main",

@@ -44,9 +44,15 @@ FLOOR = 5e-6  # ... or up to this: PyTorch's flash kernels take a faster, roughe
 def definition(
     case: Case, inputs: CaseInputs, q: Tensor, k: Tensor, v: Tensor, rows: Tensor
 ) -> Tensor:
-    """Return softmax(score(scale q kᵀ) where mask) v for some rows, in plain PyTorch, with the
-    pairs that dropout keeps."""
-    k, v = (t.repeat_interleave(case.hq // case.hk, dim=1) for t in (k, v))
+    """Return the `weights` times v."""
+    v = v.repeat_interleave(case.hq // case.hk, dim=1)
+    return weights(case, inputs, q, k, rows).to(v.dtype) @ v
+
+
+def weights(case: Case, inputs: CaseInputs, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
+    """Return softmax(score(scale q kᵀ) where mask) for some rows, in plain PyTorch, with the pairs
+    that dropout keeps."""
+    k = k.repeat_interleave(case.hq // case.hk, dim=1)
     s = (q[:, :, rows] @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(case.d)
     index = (
         torch.arange(case.b, device=q.device)[:, None, None, None],
@@ -62,7 +68,7 @@ def definition(
     if case.dropout:
         kept = keep(case.dropout, torch.tensor(SEED, device=q.device), *index)
         p = p * kept * kept_factor(case.dropout)
-    return p.to(v.dtype) @ v
+    return p
 
 
 def sampled_rows(case: Case, device: torch.device) -> Tensor:

@@ -416,6 +416,10 @@ PEERS = {
         "F.scaled_dot_product_attention(dropout_p=...) by cuDNN, on a GPU", same=False,
         backward=("cuda",),
     ),
+    "headway out alone": Peer(
+        lambda case, inputs: inputs.headway,
+        "Headway's out on the same tensors, score and mask, without statistics", same=False,
+    ),
     "headway without tangents": Peer(
         _primal, "Headway on the same tensors, score and mask, out alone", same=False
     ),

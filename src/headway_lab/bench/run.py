@@ -19,6 +19,7 @@ from .forward_mode import measure_jvp
 from .measure import measure_build, measure_long, measure_time
 from .overhead import graph, host, overhead
 from .results import Machine, Result, ResultsFile, has_amx, here, load
+from .row_statistics import measure_statistic
 from .timing import Tick
 from .training import recording, train, training
 
@@ -127,6 +128,7 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "first call": first_call.measure,
     "first call, no byte code": partial(first_call.measure, byte_code=False),
     "long": measure_long, "train": train, "decode": decode.decode, "decode, host": decode.grows,
-    "write": decode.writes,
+    "write": decode.writes, "entropy": partial(measure_statistic, entropy=True),
+    "expect": partial(measure_statistic, entropy=False),
     "block mask": measure_build, "training": training, "ranks": ranks.measure,
 }  # fmt: skip

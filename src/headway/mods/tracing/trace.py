@@ -108,12 +108,11 @@ class _Indexing(TorchFunctionMode):
             self.tracer.note_value_read()
 
 
-class Observed(NamedTuple):
+class Observed(tuple):
     """T and a number of the pair, whose mean under P is a result of the forward: what a score of
-    the library may return."""
+    the library may return. (A NamedTuple is made by a function that no name leads to.)"""
 
-    score: Any
-    number: Any
+    __slots__ = ()
 
 
 class Trace(NamedTuple):
