@@ -168,6 +168,8 @@ def attention_backward(
     seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
+    entropy: Tensor | None = None,  # (b, hq, q_len)
+    dentropy: Tensor | None = None,  # (b, hq, q_len)
     **unknown: Never,
 ) -> AttentionGradients:
     """Return the gradients of `attention_with_stats`, for a backward of your own.
@@ -182,6 +184,9 @@ def attention_backward(
     - `dout`, `dlse`: the gradients of both; None if nothing depends on lse.
     - `sink`: pass it with one part, since its gradient does not depend on the keys.
     - `dropout`, `seed`: of the forward over these keys. The seed is needed.
+    - `entropy`, `dentropy`: the entropy over all keys (and the sink), and its gradient, if
+      something depends on it. From those of parts it is the sum of w (entropy − log w), where w is
+      exp(lse of the part − lse).
 
     **Returns:** an `AttentionGradients`, which is not differentiable.
 
@@ -195,7 +200,7 @@ def attention_backward(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, partial=True,
         trains=True,
     )  # fmt: skip
-    return run_backward(request, out, lse, dout, dlse)
+    return run_backward(request, out, lse, dout, dlse, entropy, dentropy)
 
 
 def attention_jvp(

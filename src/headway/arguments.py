@@ -357,14 +357,15 @@ def check_scale(name: str, scale: Any, axes: str, *shapes: tuple[int, ...]) -> N
 
 
 def check_results(call: Call, **results: Any) -> None:
-    """Check the results of a forward, and their gradients, in the shapes of its call. `dlse` may be
-    None."""
+    """Check the results of a forward, and their gradients, in the shapes of its call. `dlse`,
+    `entropy` and `dentropy` may be None."""
     rows = call.q.shape[:3]
     for name, x in results.items():
-        if name == "dlse" and x is None:
+        if name in ("dlse", "entropy", "dentropy") and x is None:
             continue
-        shape = rows if name.endswith("lse") else (*rows, call.v.shape[3])
-        axes = "(b, hq, q_len)" if name.endswith("lse") else "(b, hq, q_len, dv)"
+        of_rows = name.endswith(("lse", "entropy"))
+        shape = rows if of_rows else (*rows, call.v.shape[3])
+        axes = "(b, hq, q_len)" if of_rows else "(b, hq, q_len, dv)"
         check_dense(**{name: x})
         if not isinstance(x, Tensor) or x.shape != shape or not x.is_floating_point():
             got = shown(x) if isinstance(x, Tensor) else type(x).__name__

@@ -366,11 +366,11 @@ def attention(spec: Spec, call: Call) -> Forward:
 
 def gradients(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
+    needs: tuple[bool, ...], dentropy: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Run the backward alone. Its results refuse to be differentiated."""
-    inputs = [*_inputs(call), out, lse, dout, dlse]
-    if is_compiling() or _call_observed(call) or _observed(out, lse, dout, dlse):
+    inputs = [*_inputs(call), out, lse, dout, dlse, dentropy]
+    if is_compiling() or _call_observed(call) or _observed(out, lse, dout, dlse, dentropy):
         _refuse_tangents("attention_backward", *inputs)
         if not is_compiling():
             register_flops()
@@ -378,7 +378,7 @@ def gradients(
     else:
         run = backward
     with torch.no_grad():
-        grads = run(spec.text, *flat(call), out, lse, dout, dlse, needs)
+        grads = run(spec.text, *flat(call), out, lse, dout, dlse, needs, dentropy)
     if is_compiling() or not (torch.is_grad_enabled() and _any_learns(inputs)):
         return grads
     return list(once_differentiable(grads, *inputs))  # type: ignore[arg-type]

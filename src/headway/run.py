@@ -172,17 +172,22 @@ def _results(request: Request, spec: Spec, call: Call) -> Forward:
 
 
 @inlined_or_eager
-def run_backward(request: Request, out: Any, lse: Any, dout: Any, dlse: Any) -> AttentionGradients:
+def run_backward(
+    request: Request, out: Any, lse: Any, dout: Any, dlse: Any, entropy: Any, dentropy: Any
+) -> AttentionGradients:
     """Return the gradients of a call from the results of its forward, and their gradients."""
     if any_sharded(request.q, request.k, request.v):
         raise ArgumentError("attention_backward takes no DTensors; pass q.to_local(), k and v too")
     if request.dropout and request.seed is None:
         raise ArgumentError("dropout needs the seed of the forward: pass seed= to both")
+    if (entropy is None) != (dentropy is None):
+        raise ArgumentError("entropy and dentropy go together: pass both, or neither")
+    request = request._replace(entropy=entropy is not None)
     try:
         spec, call = resolve(request)
     except CapturedIndexError as error:
         raise with_place(error, request.score, request.mask) from None
-    check_results(call, out=out, lse=lse, dout=dout, dlse=dlse)
+    check_results(call, out=out, lse=lse, dout=dout, dlse=dlse, entropy=entropy, dentropy=dentropy)
     acc = acc_dtype(call.q.dtype)
     captured, learned = call.captured.tensors[: spec.score_tensors], request.learned
     needs = [
@@ -192,9 +197,12 @@ def run_backward(request: Request, out: Any, lse: Any, dout: Any, dlse: Any) -> 
         for t in captured
     ]
     dlse = None if dlse is None else in_dtype(dlse, acc)
+    if dentropy is not None:  # dT = −P (log P + H): the part of H is one of lse
+        dentropy, of_lse = in_dtype(dentropy, acc), in_dtype(dentropy * entropy, acc)
+        dlse = -of_lse if dlse is None else dlse - of_lse
     dq, dk, dv, *others = autograd.gradients(
         spec, call, in_dtype(out, acc), in_dtype(lse, acc), in_dtype(dout, call.q.dtype), dlse,
-        tuple(needs),
+        tuple(needs), dentropy,
     )  # fmt: skip
     dsink = None if call.sink is None else others.pop(0)
     return AttentionGradients(dq, dk, dv, dsink, tuple(others))

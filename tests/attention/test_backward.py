@@ -74,6 +74,56 @@ def test_parts_of_the_keys_add_up(name, backend, cuts):
     assert compare(case, torch.float64, made, True) == []
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+def test_the_gradient_of_an_entropy_of_all_keys(backend, with_dlse):
+    q, k, v, sink, dout = (
+        torch.randn(*x, dtype=torch.float64)
+        for x in ((2, 4, 9, 8), (2, 2, 21, 8), (2, 2, 21, 5), (4,), (2, 4, 9, 5))
+    )
+    dentropy, dlse = torch.randn(2, 2, 4, 9, dtype=torch.float64)
+    table = torch.randn(4, 21, dtype=torch.float64, requires_grad=True)
+    score = lambda s, b, h, i, j: s + table[h, j]
+    inputs = [x.requires_grad_() for x in (q, k, v, sink)]
+    whole = hw.attention_with_stats(
+        q, k, v, score, hw.causal(2), sink=sink, backend=backend, entropy=True
+    )
+    sent = {"out": dout, "entropy": dentropy} | ({"lse": dlse} if with_dlse else {})
+    right = torch.autograd.grad(
+        [getattr(whole, name) for name in sent], [*inputs, table], list(sent.values())
+    )
+    q, k, v, sink = (x.detach() for x in inputs)
+    starts = range(0, 21, 7)
+    parts = [
+        ((k[:, :, n : n + 7], v[:, :, n : n + 7]),
+         (lambda s, b, h, i, j, n=n: score(s, b, h, i, j + n), hw.causal(2 - n)),
+         {"sink": None if n else sink, "backend": backend}) for n in starts
+    ]  # fmt: skip
+    forwards = [
+        hw.attention_with_stats(q, *keys, *mods, **options, entropy=True)
+        for keys, mods, options in parts
+    ]
+    out, lse = hw.merge(*[(r.out.detach(), r.lse.detach()) for r in forwards])
+    shares = [(r.lse.detach() - lse).exp() for r in forwards]
+    entropy = sum(
+        torch.where(w == 0, 0.0, w * (r.entropy.detach() - w.log()))
+        for w, r in zip(shares, forwards, strict=True)
+    )
+    torch.testing.assert_close(entropy, whole.entropy.detach())
+    grads = [
+        hw.attention_backward(
+            q, *keys, out, lse, dout, dlse if with_dlse else None, *mods, **options,
+            entropy=entropy, dentropy=dentropy,
+        ) for keys, mods, options in parts
+    ]  # fmt: skip
+    made = (
+        sum(g.dq for g in grads), torch.cat([g.dk for g in grads], 2),
+        torch.cat([g.dv for g in grads], 2), grads[0].dsink, sum(g.captured[0] for g in grads),
+    )  # fmt: skip
+    for ours, theirs in zip(made, right, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_dtypes(dtype):
     made = parts_of("length_65", "cpu", dtype, 1)
@@ -140,6 +190,7 @@ REFUSED = {
     "lse": ({"lse": torch.randn(1, 4, 6, 1)}, r"lse must be a float tensor \(b, hq, q_len\) = \(1,"),
     "dout": ({"dout": None}, r"dout must be .* got NoneType"),
     "dlse": ({"dlse": torch.zeros(1, 4, 6).int()}, r"dlse must be a float tensor"),
+    "entropy": ({"dentropy": torch.zeros(1, 4, 6)}, "entropy and dentropy go together"),
     "device": ({"lse": torch.zeros(1, 4, 6, device="meta")}, r"lse is on meta, q on cpu"),
     "k": ({"k": torch.randn(1, 2, 9, 7)}, r"q and k must have the same width"),
     "keyword": ({"is_causal": True}, r"write mask=headway\.causal\(\)"),
