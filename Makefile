@@ -8,8 +8,8 @@ export PYTHON
 
 # Two test processes with one thread each: the suite is made of many small tests, and two processes
 # with all threads each are slower than one. Programs that the tests start inherit the limit, and the
-# bytecode of this package: a hundred processes import it.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+# bytecode of this package: a hundred processes import it. Dynamo collects no garbage at each function.
+PYTEST := TORCH_DYNAMO_RUN_GC_AFTER_COMPILE=0 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= \
           $(PY) -m pytest -n 2 --dist worksteal
 
 GPU_TESTS := tests/hopper/test_gpu.py tests/triton/test_gpu.py tests/blocks/test_gpu.py \

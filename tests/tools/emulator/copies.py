@@ -303,7 +303,8 @@ def waits(lanes: Lanes) -> Callable[[], bool]:
     place = lanes.put(out, "pred")
 
     def come() -> bool:
-        asked = {(int(a), int(p) & 1) for a, p in zip(at(), lanes.each(phase), strict=True)}
+        pairs = np.stack([at(), lanes.each(phase) & 1], 1)
+        asked = {*map(tuple, (pairs if (pairs != pairs[0]).any() else pairs[:1]).tolist())}
         place[:] = all(barrier_at(lanes, a).passed(p) for a, p in asked)
         return bool(place[0])
 

@@ -6,7 +6,7 @@ threads: thread 4 g + t holds the elements 2 t and 2 t + 1 of row g (of 16 bits;
 
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -146,8 +146,8 @@ def _product(lanes: Lanes) -> Step:
             first = place(factor, over[0]).factor(lanes.cta.shared, 64, k, kind)
         second = place(other, over[1]).factor(lanes.cta.shared, n, k, kind)
         parts = (first @ second.T).reshape(4, 2, 8, n // 8, 4, 2)
-        for i, register in enumerate(outs):
-            found = parts[:, i // 2 % 2, :, i // 4, :, i % 2].reshape(-1)
+        parts = parts.transpose(3, 1, 5, 0, 2, 4).reshape(len(outs), 128)
+        for register, found in zip(outs, parts, strict=True):
             register[threads] = register[threads] + found if adds else found
 
     def begin() -> None:
@@ -214,6 +214,16 @@ class Place(NamedTuple):
     def factor(self, shared: Shared, rows: int, k: int, kind: str) -> np.ndarray:
         """(rows, k)."""
         size = 4 if kind == "tf32" else 2
+        found = shared.read_by_engine(self.addresses(rows, k, size), np.dtype(f"u{size}"))
+        if kind == "bf16":
+            return f32_of(found)
+        if kind == "f16":
+            return found.view(np.float16).astype(np.float32)
+        return (found & np.uint32(0xFFFFE000)).view(np.float32)
+
+    @lru_cache(maxsize=512)  # noqa: B019  (of a tuple)
+    def addresses(self, rows: int, k: int, size: int) -> np.ndarray:
+        """Where its elements of `size` bytes are: (rows, k)."""
         row, column = np.arange(rows)[:, None], np.arange(k)[None, :]
         if self.turned:
             per = self.width // size
@@ -224,13 +234,7 @@ class Place(NamedTuple):
             at = row // 8 * self.stride + row % 8 * self.width
             at = at + (inner if self.width > 16 else inner // 16 * self.leading + inner % 16)
         at = at + self.begin
-        at = at ^ (at >> 3 & (self.width - 16))
-        found = shared.read_by_engine(at, np.dtype(f"u{size}"))
-        if kind == "bf16":
-            return f32_of(found)
-        if kind == "f16":
-            return found.view(np.float16).astype(np.float32)
-        return (found & np.uint32(0xFFFFE000)).view(np.float32)
+        return at ^ (at >> 3 & (self.width - 16))
 
 
 _WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}  # of a row: 16 bytes of it turn with the row

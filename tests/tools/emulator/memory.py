@@ -35,8 +35,6 @@ class Global:
 
     def places(self, at: Addresses, size: int) -> list[tuple[np.ndarray, np.ndarray, int]]:
         """For each tensor touched: which threads do, its bytes, and where it begins."""
-        if found := self.whole(at, size):
-            return [(np.ones(len(at), bool), *found)]
         tensor = np.searchsorted(self.begins, at, "right")
         made = []
         for n in np.unique(tensor):
@@ -59,6 +57,9 @@ class Global:
 
     def read(self, at: Addresses, dtype: np.dtype, count: int) -> np.ndarray:
         """`count` numbers for each thread, side by side in memory: (threads, count)."""
+        if found := self.whole(at, dtype.itemsize * count):
+            data, begin = found
+            return _aligned(data, dtype)[_elements(at - np.uint64(begin), dtype, count)]
         out = np.empty((len(at), count), dtype)
         for which, data, begin in self.places(at, dtype.itemsize * count):
             out[which] = _aligned(data, dtype)[
@@ -69,6 +70,10 @@ class Global:
     def write(self, at: Addresses, values: np.ndarray) -> None:
         """Rows of `values`, one for each thread."""
         dtype, count = values.dtype, values.shape[1]
+        if found := self.whole(at, dtype.itemsize * count):
+            data, begin = found
+            _aligned(data, dtype)[_elements(at - np.uint64(begin), dtype, count)] = values
+            return
         for which, data, begin in self.places(at, dtype.itemsize * count):
             place = _elements(at[which] - np.uint64(begin), dtype, count)
             _aligned(data, dtype)[place] = values[which]
@@ -270,9 +275,20 @@ def _store(lanes: Lanes) -> Step:
 
 
 _TOGETHER: dict[str, Callable] = {
-    "add": lambda a, b: a + b, "max": max, "min": min, "exch": lambda a, b: b,
-    "cas": lambda a, b, c: c if a == b else a,
+    "add": lambda a, b: a + b, "exch": lambda a, b: b,
+    "max": lambda a, b: np.where(b > a, b, a), "min": lambda a, b: np.where(b < a, b, a),
+    "cas": lambda a, b, c: np.where(a == b, c, a),
 }  # fmt: skip
+
+
+def _in_turn(threads: np.ndarray, places: Addresses) -> list[np.ndarray]:
+    """Threads in groups of which each has places of its own; those of one place in their order."""
+    by_place = threads[np.argsort(places[threads], kind="stable")]
+    sorted_places = places[by_place]
+    number = np.arange(len(by_place))
+    first = np.maximum.accumulate(np.where(np.diff(sorted_places, prepend=0) != 0, number, 0))
+    turn = number - first
+    return [by_place[turn == n] for n in range(turn.max(initial=-1) + 1)]
 
 
 def _atomic(lanes: Lanes) -> Step:
@@ -288,14 +304,14 @@ def _atomic(lanes: Lanes) -> Step:
 
     def step() -> None:
         memory, places = lanes.cta.globally, at()
-        for thread in lanes.threads():
+        for threads in _in_turn(lanes.threads(), places):
             for n, more in enumerate(values):
-                place = places[thread : thread + 1] + np.uint64(n * dtype.itemsize)
-                before = memory.read(place, dtype, 1)
-                after = together(before[0, 0], *(lanes.each(x)[thread] for x in more))
-                memory.write(place, np.array([[after]], dtype))
+                place = places[threads] + np.uint64(n * dtype.itemsize)
+                before = memory.read(place, dtype, 1)[:, 0]
+                after = together(before, *(lanes.each(x)[threads] for x in more))
+                memory.write(place, after.astype(dtype)[:, None])
                 if outs:
-                    outs[n][thread] = before[0, 0]
+                    outs[n][threads] = before
 
     return lanes.done(step)
 

@@ -189,6 +189,8 @@ def _statement(text: str, where: str) -> Statement:
 
 
 def _operands(text: str) -> list:
+    if "[" not in text and "{" not in text:
+        return [piece for piece in map(str.strip, text.split(",")) if piece]
     found, depth, begin = [], 0, 0
     for n, c in enumerate(text + ","):
         depth += (c in "[{") - (c in "]}")

@@ -92,7 +92,7 @@ class Lanes:
 
     def each(self, values: np.ndarray) -> np.ndarray:
         """An element for each thread."""
-        return np.broadcast_to(values, (self.count,))
+        return values if len(values) == self.count else np.broadcast_to(values, (self.count,))
 
     def get(self, operand: Any, kind: str) -> np.ndarray:
         """Values, as a view of the register or an array of one element."""
