@@ -4,7 +4,6 @@ import difflib
 import gc
 import os
 import random
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+
+from processes import dynamo_guards_are_not_timed
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -95,9 +96,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
-    if guards := sys.modules.get("torch._dynamo.guards"):
-        # Of each compiled function Dynamo times the guards, with a cache that it first empties.
-        guards.profile_guard_manager = lambda *args: 0.0
+    dynamo_guards_are_not_timed()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -583,7 +583,7 @@ def test_in_turn(name, way, monkeypatch):
 
     def exactly(counter, ticket):
         wait(counter, ticket)
-        assert ticket in (-1, counter.flat()[counter.index()])
+        assert ticket in (-1, counter.flat[counter.index()])
         tickets.append(ticket)
 
     def made(spec, abreast):

@@ -24,7 +24,7 @@ def elementwise(asm: str, constraints: str, args: list, add) -> torch.Tensor:
     registers = {f"${n}": np.zeros(THREADS, dtype) for n in range(number)}
     for x in args:
         if hasattr(x, "at"):  # the only one; an address is a number of bytes
-            memory = x.flat()
+            memory = x.flat
             x = x.index().to(torch.int64) * memory.itemsize
         for column in x.contiguous().numpy().reshape(-1)[places].T:
             registers[f"${number}"] = column

@@ -21,6 +21,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -179,13 +180,18 @@ class Shared:
     def __init__(self, x: torch.Tensor, owner: "Shared | None" = None) -> None:
         self.x, self.shape, self.dtype, self.layout = x, tuple(x.shape), x.dtype, Layout
         self.written: dict[str, list[range]] = {} if owner is None else owner.written
+        self.parts: dict[int, Shared] = {}
 
+    @cached_property
     def span(self) -> range:
         last = sum((n - 1) * step for n, step in zip(self.x.shape, self.x.stride(), strict=True))
         return range(self.x.data_ptr(), self.x.data_ptr() + (last + 1) * self.dtype.itemsize)
 
     def index(self, n) -> "Shared":
-        return Shared(self.x[int(n)], self)
+        n = int(n)
+        if n not in self.parts:
+            self.parts[n] = Shared(self.x[n], self)
+        return self.parts[n]
 
     def slice(self, start, length, dim=0) -> "Shared":
         return Shared(self.x.narrow(dim, int(start), int(length)), self)
@@ -197,7 +203,7 @@ class Shared:
         if tuple(value.shape) != self.shape or value.dtype != self.dtype:
             raise Wrong(f"{value.dtype} {tuple(value.shape)} stored as {self.dtype} {self.shape}")
         self.x.copy_(value)
-        span = self.span()
+        span = self.span
         with self.books:
             for name, spans in self.written.items():  # what is no longer there needs no fence
                 self.written[name] = [s for s in spans if s != span]
@@ -227,7 +233,7 @@ class Shared:
 
     def read(self) -> torch.Tensor:
         """By the tensor cores or TMA."""
-        mine = self.span()
+        mine = self.span
         with self.books:
             written = [s for spans in self.written.values() for s in spans]
         if any(s.start < mine.stop and mine.start < s.stop for s in written):
@@ -349,12 +355,17 @@ def warpgroup_mma_wait(outstanding=0, deps=()):
 
 
 class Pointer:
-    def __init__(self, base: torch.Tensor, at: Any = 0) -> None:
+    def __init__(self, base: torch.Tensor, at: Any = 0, flat: torch.Tensor | None = None) -> None:
         self.base, self.at = base, at
-        self.dtype = types.SimpleNamespace(element_ty=base.dtype)
+        if flat is not None:
+            self.flat = flat
+
+    @property
+    def dtype(self):
+        return types.SimpleNamespace(element_ty=self.base.dtype)
 
     def __add__(self, more):
-        return Pointer(self.base, self.at + more)
+        return Pointer(self.base, self.at + more, self.flat)
 
     __radd__ = __add__
 
@@ -362,6 +373,7 @@ class Pointer:
         """As a number: what assembly takes."""
         return self
 
+    @cached_property
     def flat(self) -> torch.Tensor:
         """All of the storage, so that strides lead where they do on the card."""
         size = self.base.untyped_storage().nbytes() // self.base.element_size()
@@ -521,7 +533,7 @@ class Language(types.ModuleType):
     def where(c, a, b):
         if not isinstance(c, torch.Tensor) and not any(isinstance(x, torch.Tensor) for x in (a, b)):
             return a if c else b
-        return _plain(torch.where(torch.as_tensor(c), *_pair(a, b)))
+        return _plain(torch.where(torch.as_tensor(c), a, b))
 
     @staticmethod
     def maximum(a, b, propagate_nan=False):
@@ -549,7 +561,7 @@ class Language(types.ModuleType):
     def load(pointer, mask=None, other=None, volatile=False):
         if volatile:
             here.machine.spin()
-        at, flat = pointer.index(), pointer.flat()
+        at, flat = pointer.index(), pointer.flat
         if mask is not None:
             mask = torch.as_tensor(mask)
             if not mask.any():
@@ -562,7 +574,7 @@ class Language(types.ModuleType):
 
     @staticmethod
     def store(pointer, value, mask=True):
-        flat = pointer.flat()
+        flat = pointer.flat
         at, mask, value = torch.broadcast_tensors(
             pointer.index(), torch.as_tensor(mask), torch.as_tensor(value)
         )
@@ -574,7 +586,7 @@ class Language(types.ModuleType):
     @staticmethod
     def atomic_add(pointer, value, mask=None, sem=None):
         mask = True if mask is None else mask
-        flat = pointer.flat()
+        flat = pointer.flat
         at, mask, value = torch.broadcast_tensors(
             pointer.index(), torch.as_tensor(mask), torch.as_tensor(value)
         )
