@@ -258,6 +258,7 @@ REFUSED = {
     "a vector": (
         lambda: hw.expect(Q, K, lambda b, h, i, j, s: torch.ones(3)), ModError, "as one number"
     ),
+    "nothing": (lambda: hw.expect(Q, K, lambda b, h, i, j, s: None), ModError, "return one number"),
     "keyword": (lambda: hw.expect(Q, K, print, is_causal=True), TypeError, r"mask=headway\.causal"),
     "shape": (
         lambda: hw.expect(Q[0], K, lambda b, h, i, j, s: s), ArgumentError, r"q must be \(batch"

@@ -77,7 +77,7 @@ class Plan(BasePlan):
         self.dropout = threshold(spec.dropout), kept_factor(spec.dropout)
         rows = -(-self.q_len // tile.WORKSPACE_ROWS) * tile.WORKSPACE_ROWS
         self.workspace = BackwardWorkspace((*q.shape[:3], self.dv), rows, 0, self.device)
-        d, dv = pieces(self.d), pieces(self.dv)
+        d, dv = pieces(self.d), pieces(self.dv) if self.dv else (0, 0)
         self.constants = {
             "MASK": self.function("mask"),
             "INDEX": tl.int32 if self.codegen_spec.narrow else tl.int64,

@@ -195,7 +195,11 @@ def trace(
                 "value of f and the derivative of x, or call under torch.no_grad()"
                 f"{recorder.hooked_module}"
             )
-        outputs = tuple([_output(tracer, kind, value, dtype) for value in results])
+        names = ("the new score", "one number")
+        outputs = tuple([
+            _output(tracer, kind, value, dtype, name)
+            for value, name in zip(results, names, strict=False)
+        ])  # fmt: skip
     tensors = tuple(
         Input(f"t{n}", DTYPE_NAMES[t.dtype], t.dim()) for n, t in enumerate(tracer.captured)
     )
@@ -220,7 +224,7 @@ def _error_message(kind: str, tracer: Tracer, error: Exception) -> str:
     )
 
 
-def _output(tracer: Tracer, kind: str, result: Any, dtype: torch.dtype) -> Arg:
+def _output(tracer: Tracer, kind: str, result: Any, dtype: torch.dtype, name: str) -> Arg:
     if kind == "mask":
         if isinstance(result, bool):
             return result
@@ -231,7 +235,7 @@ def _output(tracer: Tracer, kind: str, result: Any, dtype: torch.dtype) -> Arg:
             )
         return tracer.arg(result)
     if isinstance(result, bool) or not isinstance(result, Tensor | int | float):
-        tracer.refuse(f"returned {describe_value(result)}", "return the new score")
+        tracer.refuse(f"returned {describe_value(result)}", f"return {name}")
     if isinstance(result, Tensor) and result.dtype == torch.bool:
         tracer.refuse("returned a boolean", "return the new score; pass a mask as mask=")
     tracer.arg(result)  # one number

@@ -1,9 +1,8 @@
 """Tiles of a matrix in Triton: loads, stores and products.
 
 A row whose width is no power of two is held as two pieces, so that 192 costs 128 + 64 columns and
-not 256 (`Width`). A tile is a tuple of its pieces, () where a matrix has no columns: it is neither
-read nor multiplied. Rows and columns past the end are zeros, and no
-pointer past the end is read.
+not 256 (`Width`). A tile is a tuple of its pieces: () is neither read nor multiplied. Rows and
+columns past the end are zeros, and no pointer past the end is read.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ class Width(NamedTuple):
     """The columns of a matrix, a constant of a kernel."""
 
     columns: Any  # in memory
-    piece: Any  # columns of the first piece, a power of two
+    piece: Any  # columns of the first piece, a power of two; 0: there is none
     rest: Any  # columns of the second piece; 0: there is none
 
 
@@ -28,7 +27,7 @@ def load(base, rows, stride, live, WIDTH: tl.constexpr, column_stride=None):
     - `live`: which rows exist; None: all.
     - `column_stride`: None: 1.
     """
-    if WIDTH.columns == 0:
+    if WIDTH.piece == 0:
         return ()
     elif WIDTH.rest == 0:
         return (_load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),)
@@ -75,7 +74,7 @@ def store(base, rows, live, x, WIDTH: tl.constexpr):
 @triton.jit
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Return an accumulator of zeros in pieces."""
-    if WIDTH.columns == 0:
+    if WIDTH.piece == 0:
         return ()
     elif WIDTH.rest == 0:
         return (tl.zeros([ROWS, WIDTH.piece], tl.float32),)
