@@ -203,6 +203,19 @@ def test_kernels_of_the_call_that_asks_are_compiled_beside_those_of_the_check(mo
     assert given is q
 
 
+def test_nothing_is_compiled_ahead_for_a_part_of_a_sequence(monkeypatch):
+    """A rank's call has its own queries and the tiles of all: kernels for both would read past the
+    tiles' ends."""
+    monkeypatch.setattr(backends, "_SELF_TESTED", ("wrong",))
+    tested = like_reference(compile_ahead=lambda spec, call: pytest.fail("compiled ahead"))
+    monkeypatch.setitem(backends._BACKENDS, "wrong", tested)
+    q = torch.randn(1, 2, 9, 16)
+    spec, call = hw.resolve.prepare(q, q, q)
+    kind = CapabilityKey(*capability_key(call, 0))._replace(scattered=True)
+    assert backends.choose("wrong", spec, kind, call) == "wrong"
+    assert tested.forwards == 1
+
+
 def test_a_cpu_is_never_unchecked():
     assert not backends.needs_self_test(CPU)
 

@@ -82,7 +82,9 @@ def reasons_against(
     backend's kernel and need no self-test."""
     reasons = get(name).reasons_against(spec, kind)
     if not reasons and name in _SELF_TESTED and not kind.cache:
-        if call is not None and not is_compiling() and type(call.q) is torch.Tensor:
+        plain = call is not None and not is_compiling() and type(call.q) is torch.Tensor
+        # (A rank's part of a sequence comes with tiles of the whole, and runs other kernels.)
+        if plain and not kind.scattered:
             _self_test(name, kind.device, partial(_compile_ahead, name, spec, call))
         failure = _self_test_failure(name, kind.device.type, kind.device.index)
         return [failure] if failure else []
