@@ -17,6 +17,7 @@ import headway as hw
 import ragged
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run, yardstick
+from flash_rounding import farther_than_flash
 from headway import autograd
 from headway.backends import first_use, hopper, reference
 from headway.backends.gpu.runtime import call_plan as plans
@@ -322,6 +323,10 @@ def test_float32_partials():
 def test_learned_numbers_are_no_worse_than_with_float32_out(how, dtype):
     half, wide = errors(how, dtype, "hopper")
     assert half <= 2 * wide
+
+
+def test_gradients_are_as_exact_as_flash_kernels():
+    assert farther_than_flash(torch.bfloat16, "hopper", seed=2) == {}
 
 
 def test_the_counter_of_a_stream_is_left_at_zero():

@@ -20,6 +20,7 @@ import triton  # noqa: F401  (on the CPU the backend is there for whom loads Tri
 from attention import test_expect
 from cases import BY_NAME, Case
 from checks import check
+from flash_rounding import farther_than_flash
 from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import main_loop, plan
 from learned import SMALL, errors
@@ -50,6 +51,7 @@ def main(part: int, parts: int) -> None:
     if part == parts - 1:  # it has fewer cases
         calls.append((HALF, torch.float16, True))
         wrong |= learned(torch.float16) | expectations()
+        wrong |= farther_than_flash(torch.float16, "triton", seed=1)
     for name, dtype, entropy in calls:
         case = replace(few_heads(name), entropy=entropy)
         if name == PAST_THE_END[0]:
