@@ -82,9 +82,9 @@ def reasons_against(
     backend's kernel and need no self-test."""
     reasons = get(name).reasons_against(spec, kind)
     if not reasons and name in _SELF_TESTED and not kind.cache:
-        plain = call is not None and not is_compiling() and type(call.q) is torch.Tensor
-        # (A rank's part of a sequence comes with tiles of the whole, and runs other kernels.)
-        if plain and not kind.scattered:
+        # (A rank's part of a sequence, `scattered`, has tiles of the whole, and other kernels.)
+        ahead = not kind.scattered and not is_compiling()
+        if ahead and call is not None and type(call.q) is torch.Tensor:
             _self_test(name, kind.device, partial(_compile_ahead, name, spec, call))
         failure = _self_test_failure(name, kind.device.type, kind.device.index)
         return [failure] if failure else []
