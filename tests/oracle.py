@@ -183,8 +183,8 @@ def to_heads(x: Tensor, hq: int) -> Tensor:
 
 
 def factor(keep: Tensor, dropout: float, dtype: torch.dtype) -> Tensor:
-    """keep / (1 - p), of the p that is asked of 16 bits; with p = 1 nothing is kept."""
-    return keep.to(dtype) / (1 - threshold(dropout) / 2**16 if dropout < 1 else 1.0)
+    """keep / (1 - p), of the p that is asked of 15 bits; with p = 1 nothing is kept."""
+    return keep.to(dtype) / (1 - threshold(dropout) / 2**15 if dropout < 1 else 1.0)
 
 
 class IndexNumbers(TorchFunctionMode):
@@ -216,18 +216,18 @@ def philox4x32(counter: tuple, key: tuple, rounds: int) -> tuple[np.ndarray, ...
 def keep(p: float, seed: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Which pairs survive dropout: key = seed (low, high word); counter = (i, j, h, b), where rows 8
     apart within 16, columns 8 apart within 16 and an even column and the next one share theirs;
-    which of its 8 shares of 16 bits says the columns' parity, then whether the column, then the
+    which of its 8 shares of 15 bits (those of 16 but the first) says the columns' parity, then whether the column, then the
     row is one of the last 8."""
     at = [np.asarray(x.cpu().numpy(), dtype=np.uint64) for x in (q_idx, kv_idx, h, b)]
     i, j, h, b = np.broadcast_arrays(*at)
     counter = i - i % 16 + i % 8, j - j % 16 + j % 8 - j % 2, h, b
     words = philox4x32(counter, (seed % 2**32, seed // 2**32), rounds=7)
-    bits = [word // 2 ** (16 * n) % 2**16 for word in words for n in (0, 1)]
+    bits = [word // 2 ** (16 * n) % 2**15 for word in words for n in (0, 1)]
     share = (i % 16 // 8 * 4 + j % 16 // 8 * 2 + j % 2).astype(np.int64)
     return torch.from_numpy(np.choose(share, bits) >= np.uint64(threshold(p)))
 
 
 def threshold(p: float) -> int:
-    """p in units of 2^-16. What is not 0 or 1 does not become so."""
-    nearest = round(p * 65536)
-    return nearest if p in (0, 1) else 1 if nearest == 0 else 65535 if nearest == 65536 else nearest
+    """p in units of 2^-15. What is not 0 or 1 does not become so."""
+    nearest = round(p * 32768)
+    return nearest if p in (0, 1) else 1 if nearest == 0 else 32767 if nearest == 32768 else nearest

@@ -64,7 +64,7 @@ def attention(
     - `scale`: multiplies `q kᵀ`, once. Default: `1/sqrt(d)`. 0.0 is honoured.
     - `sink`: `(hq,)`, a logit per query head that joins the softmax but has no value (GPT-OSS).
     - `dropout`: the probability p to drop a pair after the softmax. The rest is scaled by 1/(1-p).
-      p is rounded to a multiple of 2^-16, but only 0 to 0 and only 1 to 1.
+      p is rounded to a multiple of 2^-15, but only 0 to 0 and only 1 to 1.
     - `seed`: the seed of the dropout, a number or a 0-d int64 tensor. Default: PyTorch's generator
       draws it.
     - `deterministic`: if True, gradients are bit-equal from run to run.

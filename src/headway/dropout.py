@@ -9,7 +9,8 @@ vectors in the tests:
     word    = 2 (bit 3 of i) + (bit 3 of j)
     half    = bit 0 of j: 0 is the lower one
 
-A pair is kept where its 16 bits are at least `threshold(p)`. These eight pairs are what one thread
+A pair is kept where the low 15 of its 16 bits are at least `threshold(p)`. (15 bits compare as
+half-precision numbers do, two pairs in one instruction.) These eight pairs are what one thread
 has of a tensor core's product of queries and keys, two neighbours of each row in one register.
 """
 
@@ -56,15 +57,15 @@ def seed_not_saved(budget: str) -> BackendRefused:
 
 
 def threshold(p: float) -> int:
-    """Return the number below which 16 bits drop their pair: p in units of 2^-16. Only 0 rounds to
+    """Return the number below which 15 bits drop their pair: p in units of 2^-15. Only 0 rounds to
     nothing dropped, and only 1 to nothing kept."""
-    return round(p * 2**16) if p in (0, 1) else min(max(round(p * 2**16), 1), 2**16 - 1)
+    return round(p * 2**15) if p in (0, 1) else min(max(round(p * 2**15), 1), 2**15 - 1)
 
 
 def kept_factor(p: float) -> float:
     """Return what the pairs that are kept are multiplied with. It is 1 / (1 - p) of the rounded p,
     so that the mean over seeds is attention without dropout."""
-    return 2**16 / (2**16 - threshold(p)) if p < 1 else 0.0
+    return 2**15 / (2**15 - threshold(p)) if p < 1 else 0.0
 
 
 def keep(p: float, seed: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def keep(p: float, seed: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Te
     else:
         words = _words(q_idx & ~8, kv_idx & ~9, h, b, seed)
         bits = words.gather(-1, word.expand(words.shape[:-1])[..., None])[..., 0]
-    return (bits >> (kv_idx & 1) * 16 & 0xFFFF) >= threshold(p)
+    return (bits >> (kv_idx & 1) * 16 & 0x7FFF) >= threshold(p)
 
 
 def _words(i: Tensor, j: Tensor, h: Tensor, b: Tensor, seed: Tensor) -> Tensor:

@@ -492,14 +492,14 @@ class Language(types.ModuleType):
         if product := re.search(r"mul\.wide\.u32 x, \$2, (\d+);", asm):
             x = (torch.as_tensor(args[0]).long() & 0xFFFFFFFF) * int(product[1])
             return _plain(x.int()), _plain((x >> 32).int())
-        if "min.u16x2" in asm:  # `_mark` of dropout
-            word, threshold, below, number, marks = (torch.as_tensor(x).long() for x in args)
-            both = [(threshold >> n & 0xFFFF, below >> n & 0xFFFF) for n in (0, 16)]
-            halves = [
-                torch.maximum(torch.minimum(word >> n & 0xFFFF, top), less) << n
-                for n, (top, less) in zip((0, 16), both, strict=True)
-            ]
-            return _plain((sum(halves) * number + marks).int())
+        if "set.geu" in asm:  # of dropout: `_ones`, or `_mark`
+            word, limit = (
+                torch.as_tensor(x).int()[..., None].view(torch.float16) for x in args[:2]
+            )
+            kept = ~(word.abs() < limit)
+            if len(args) == 2:
+                return kept.half().view(torch.int32)[..., 0]
+            return (-kept.short()).view(torch.int32)[..., 0] & args[2] | args[3]
         if "f16x2.f32" in asm:  # `drop_pairs` of dropout
             return args[0].to(options["dtype"]) * args[1].view(options["dtype"])
         if "global" in asm:

@@ -83,8 +83,6 @@ def _extreme(of_numbers: Callable, of_any: Callable) -> Callable[[Lanes], Step]:
     """Of two or three. Of a number and a NaN the number is taken, unless told otherwise."""
 
     def made(lanes: Lanes) -> Step:
-        if lanes.words[-1] == "u16x2":
-            return _whole_halves(of_any, lanes)
         words, lanes.words = lanes.words, tuple(w for w in lanes.words if w not in ("NaN", "relu"))
         by = of_numbers if words[-1][0] == "f" and "NaN" not in words else of_any
 
@@ -97,20 +95,6 @@ def _extreme(of_numbers: Callable, of_any: Callable) -> Callable[[Lanes], Step]:
         return _by(step)(lanes)
 
     return made
-
-
-def _whole_halves(function: Callable, lanes: Lanes) -> Step:
-    """Of pairs of whole numbers of 16 bits in a register."""
-    if len(lanes.words) != 2:
-        raise lanes.unknown()
-    a, b = (lanes.get(x, "u32") for x in lanes.operands[1:])
-    out = lanes.put(lanes.operands[0], "u32")
-    halves = lambda x: np.ascontiguousarray(lanes.each(x)).view(np.uint16)
-
-    def step() -> None:
-        out[:] = function(halves(a), halves(b)).view(np.uint32)
-
-    return lanes.done(step)
 
 
 # -- numbers of 16 bits, and pairs in a register ---------------------------------------------------
@@ -243,6 +227,25 @@ def _setp(lanes: Lanes) -> Step:
     return lanes.done(step)
 
 
+def _set(lanes: Lanes) -> Step:
+    """A comparison of pairs of half-precision numbers that NaN passes: all bits of the halves where
+    it holds, or 1.0, and 0."""
+    if lanes.words[:2] != ("set", "geu") or lanes.words[2:] not in (
+        ("f16x2", "f16x2"),
+        ("u32", "f16x2"),
+    ):
+        raise lanes.unknown()
+    a, b = (lanes.get(x, "b32") for x in lanes.operands[1:])
+    out = lanes.put(lanes.operands[0], "b32")
+    halves = lambda x: np.ascontiguousarray(lanes.each(x)).view(np.float16)
+    true = np.uint16(0x3C00 if lanes.words[2] == "f16x2" else 0xFFFF)
+
+    def step() -> None:
+        out[:] = (~(halves(a) < halves(b)) * true).view(out.dtype)
+
+    return lanes.done(step)
+
+
 def _mov(lanes: Lanes) -> Step:
     """Also parts of a register to several, and several to one; the lowest come first."""
     to, given = lanes.operands
@@ -333,7 +336,7 @@ MAKERS: dict[str, Callable[[Lanes], Step]] = {
     "abs": _by(np.abs), "min": _extreme(np.fmin, np.minimum), "max": _extreme(np.fmax, np.maximum),
     "and": _by(np.bitwise_and), "or": _by(np.bitwise_or), "xor": _by(np.bitwise_xor),
     "not": _by(np.invert), "shl": _shift(np.left_shift), "shr": _shift(np.right_shift),
-    "bfe": _by(_bits_of), "prmt": _prmt, "shf": _funnel, "selp": _selp, "setp": _setp, "mov": _mov, "cvta": _mov,
+    "bfe": _by(_bits_of), "prmt": _prmt, "shf": _funnel, "selp": _selp, "setp": _setp, "set": _set, "mov": _mov, "cvta": _mov,
     "ex2": _by(np.exp2), "lg2": _by(np.log2), "sin": _by(np.sin), "cos": _by(np.cos),
     "tanh": _by(np.tanh), "sqrt": _by(np.sqrt), "rcp": _by(_assigned(lambda a: 1 / a)),
     "rsqrt": _by(_assigned(lambda a: 1 / np.sqrt(a))),

@@ -246,7 +246,7 @@ class KernelConfig:
     # A few hundred bytes of shared memory are left for conversions of layouts.
     scarce_smem: bool = False
 
-    # Dropout: sixteens of queries and of keys begin at multiples of 16 (device/dropout.py).
+    # Dropout by words of several pairs (device/dropout.py): sixteens begin at multiples of 16.
     in_sixteens: bool = False
 
     # Relative-bias tables that the score reads (device/relative_bias.py).

@@ -91,7 +91,8 @@ class HopperPlan(BasePlan):
         }  # fmt: skip
         in_order = call.coords.q_pos is None is call.coords.kv_pos
         starts_even = call.coords.q % 16 == 0 == call.coords.kv % 16
-        self.in_sixteens = spec.dropout > 0 and starts_even and (in_order or self.straight)
+        drops_by_pairs = 0 < threshold(spec.dropout) <= dropout.INFINITY
+        self.in_sixteens = drops_by_pairs and starts_even and (in_order or self.straight)
         self.hoisted: dict[str, Any] = {
             field: self.function(name) for field, name in HOISTED.items()
         }
@@ -156,9 +157,8 @@ class HopperPlan(BasePlan):
         p = self.spec.dropout
         if p == 0:
             return None
-        limit = min(threshold(p), 0xFFFF)  # where nothing is kept, the factor is 0
-        both = limit * 0x10001 - (2**32 if limit >= 2**15 else 0)
-        return dropout.DropoutArgs(seed.pop(0), both, kept_factor(p))
+        limit = min(threshold(p), 0x7FFF)  # where nothing is kept, the factor is 0
+        return dropout.DropoutArgs(seed.pop(0), limit * 0x10001, kept_factor(p))
 
     def is_causal(self) -> bool:
         """Return whether the mask is `causal()`: tile rows are of all lengths."""

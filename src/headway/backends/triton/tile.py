@@ -75,7 +75,7 @@ class ModArguments(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The arguments of dropout: a pair whose 16 bits are below `threshold` is dropped."""
+    """The arguments of dropout: a pair whose 15 bits are below `threshold` is dropped."""
 
     seed: Any  # pointer
     threshold: Any
@@ -254,7 +254,7 @@ def dropout_keep(dropout, pairs):
         tl.where(is_left, words[0], words[1]), tl.where(is_left, words[2], words[3])
     )  # fmt: skip
     word = tl.where((q_idx & 8) == 0, upper_rows, lower_rows).to(tl.uint32)
-    return ((word >> ((kv_idx & 1) * 16)) & 0xFFFF).to(tl.int32) >= dropout.threshold
+    return ((word >> ((kv_idx & 1) * 16)) & 0x7FFF).to(tl.int32) >= dropout.threshold
 
 
 _ROUNDS = tl.constexpr(ROUNDS)

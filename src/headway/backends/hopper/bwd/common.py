@@ -7,7 +7,7 @@ import triton
 
 from .. import config
 from ..device.affine_score import affine_exponent
-from ..device.dropout import bits_of_keys, kept_of_keys, kept_one_by_one
+from ..device.dropout import bits_of_keys, kept_of_keys, kept_one_by_one, load_seed
 from ..device.gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma
 from ..device.hoisted import (
     HoistedRows,
@@ -316,7 +316,8 @@ def kept_pairs(bits, n, pairs, CONFIG: gl.constexpr):
         q_idx = positions(
             coords.q_pos, coords.q_stride, first_q, pairs.head.b, n, span, pairs.q_len, CONFIG
         )
-        return kept_one_by_one(q_idx[None, :], pairs.kv_idx[:, None], h, b, pairs.mods.dropout)
+        dropout = load_seed(pairs.mods.dropout)
+        return kept_one_by_one(q_idx[None, :], pairs.kv_idx[:, None], h, b, dropout)
 
 
 @gluon.jit

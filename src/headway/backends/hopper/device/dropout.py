@@ -4,8 +4,8 @@ A Philox call decides eight pairs. Where queries are rows, one thread has them a
 halves are those of one register of two neighbours. Where keys are rows, two threads have four each:
 each of the two makes half of the calls, and they exchange bits once for a block.
 
-Where sixteens of queries or keys do not begin at multiples of 16 (`not CONFIG.in_sixteens`), each
-pair makes a call of its own.
+Where sixteens of queries or keys do not begin at multiples of 16, and above a rate of 31 / 32
+(`not CONFIG.in_sixteens`), each pair makes a call of its own.
 """
 
 from typing import Any, NamedTuple
@@ -17,10 +17,14 @@ ROUNDS = gl.constexpr(7)  # of Philox; those of `headway.dropout`
 _WIDE = "{{ .reg .b64 x; mul.wide.u32 x, $2, {}; mov.b64 {{$0, $1}}, x; }}"  # low and high word
 MUL_0, MUL_1 = gl.constexpr(_WIDE.format(0xD2511F53)), gl.constexpr(_WIDE.format(0xCD9E8D57))
 _W0, _W1 = gl.constexpr(0x9E3779B9 - 2**32), gl.constexpr(0xBB67AE85 - 2**32)
-# Add $4 to $5 in the halves of $1 that are at least those of $2, the threshold. $3 is less than $2
-# by 1 in each half, and counts in $5.
+# 15 bits compare as half-precision numbers do, up to infinity: those above are NaN.
+INFINITY = 0x7C00
+# 1.0 in the halves of $1 whose low 15 bits are at least those of $2, and 0.0 in the others.
+ONES = gl.constexpr("{ .reg .b32 x; abs.f16x2 x, $1; set.geu.f16x2.f16x2 $0, x, $2; }")
+# Those halves of $3, and what $4 has.
 MARK = gl.constexpr(
-    "{ .reg .b32 x; min.u16x2 x, $1, $2; max.u16x2 x, x, $3; mad.lo.u32 $0, x, $4, $5; }"
+    "{ .reg .b32 x; abs.f16x2 x, $1; set.geu.u32.f16x2 x, x, $2;"
+    " and.b32 x, x, $3; or.b32 $0, x, $4; }"
 )
 # Two numbers rounded to 16 bits, times those of $3. (A product of two 16-bit numbers, unlike `and`,
 # ptxas writes straight to where the next WGMMA reads it: 32 instructions less for a block.)
@@ -31,17 +35,22 @@ ROUND_BFLOAT16, ROUND_FLOAT16 = (gl.constexpr(_ROUND.format(x)) for x in ("bf16"
 class DropoutArgs(NamedTuple):
     """The arguments of dropout."""
 
-    seed: Any  # int64 pointer
-    threshold: Any  # below which 16 bits drop their pair, in both halves of an int32; above 0
+    seed: Any  # int64: a pointer, until `load_seed` has loaded it
+    threshold: Any  # below which 15 bits drop their pair, in both halves of an int32; above 0
     factor: Any  # of the pairs that are kept
+
+
+@gluon.jit
+def load_seed(dropout):
+    """Return the arguments with the seed itself."""
+    return DropoutArgs(gl.load(dropout.seed), dropout.threshold, dropout.factor)
 
 
 @gluon.jit
 def _philox(i, j, h, b, dropout):
     """Return four words. Those of the counter may have any shapes that broadcast: what depends on
     rows or columns alone is computed once for them."""
-    seed = gl.load(dropout.seed)  # where it is needed: it would take registers of the whole loop
-    k0, k1 = gl.cast(seed, gl.int32), gl.cast(seed >> 32, gl.int32)
+    k0, k1 = gl.cast(dropout.seed, gl.int32), gl.cast(dropout.seed >> 32, gl.int32)
     c0, c1 = gl.cast(i, gl.int32), gl.cast(j, gl.int32)
     c2, c3 = gl.cast(h, gl.int32), gl.cast(b, gl.int32)
     for _ in gl.static_range(ROUNDS):
@@ -60,19 +69,17 @@ def _multiply(x, ASM: gl.constexpr):
 
 
 @gluon.jit
-def _nothing_kept(number, dropout):
-    """Return the number to which `_mark` adds `number`, or parts of it, and which is 0 without."""
-    return (0x10001 - gl.to_tensor(dropout.threshold)) * number
+def _ones(word, dropout):
+    """Return 1.0 of half precision in the halves of a word that keep their pair, 0.0 in others."""
+    args = [word, gl.to_tensor(dropout.threshold)]
+    return gl.inline_asm_elementwise(ONES, "=r,r,r", args, dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _mark(word, number, marks, dropout):
-    """Add a number to the marks in the halves of a word that keep their pair."""
-    threshold = gl.to_tensor(dropout.threshold)
-    args = [word, threshold, threshold - 0x10001, number, marks]
-    return gl.inline_asm_elementwise(
-        MARK, "=r,r,r,r,r,r", args, dtype=gl.int32, is_pure=True, pack=1
-    )
+    """Set the bits of a number in the halves of marks where a word keeps its pair."""
+    args = [word, gl.to_tensor(dropout.threshold), number, marks]
+    return gl.inline_asm_elementwise(MARK, "=r,r,r,r,r", args, dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -82,8 +89,8 @@ def kept_one_by_one(q_idx, kv_idx, h, b, dropout):
     is_left = (kv_idx & 8) == 0
     upper, lower = gl.where(is_left, words[0], words[1]), gl.where(is_left, words[2], words[3])
     word = gl.where((q_idx & 8) == 0, upper, lower)
-    marks = _mark(word, gl.to_tensor(1), _nothing_kept(1, dropout), dropout)
-    return ((marks >> gl.cast((kv_idx & 1) * 16, gl.int32)) & 1) != 0
+    bits = (word >> gl.cast((kv_idx & 1) * 16, gl.int32)) & 0x7FFF
+    return bits >= (gl.to_tensor(dropout.threshold) & 0x7FFF)
 
 
 @gluon.jit
@@ -122,39 +129,30 @@ def _calls_of_queries(columns):
 
 
 @gluon.jit
-def draw_ones(tile, first_kv, n, like, COLUMNS: gl.constexpr):
-    """Return which pairs of a block are kept: 1 or 0, of 16 bits, in the halves of a word for two
-    neighbours. They are laid out as (row without bit 3, sixteen of columns, two neighbours of its
-    first eight, bit 3 of the column, of the row).
+def draw_ones(tile, first_kv, COLUMNS: gl.constexpr):
+    """Return which pairs of a block are kept: 1.0 or 0.0 of half precision, in the halves of a word
+    for two neighbours. They are laid out as (row without bit 3, sixteen of columns, two neighbours
+    of its first eight, bit 3 of the column, of the row).
 
-    - `tile`: a `TileContext`; `first_kv`: the position of the first key, of row n.
-    - `like`: a tile in shared memory of the dtype of P.
+    - `tile`: a `TileContext`; `first_kv`: the position of the first key.
     """
-    ONE: gl.constexpr = 0x3F80 if like.dtype == gl.bfloat16 else 0x3C00
     calls: gl.constexpr = _calls_of_queries(COLUMNS)
     row = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, calls)))
     sixteen = gl.arange(0, COLUMNS // 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, calls)))
     two = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, calls)))
     i = gl.cast(tile.first_q, gl.int32) + ((row >> 3) * 16 + (row & 7))[:, None, None]
     j = (gl.cast(first_kv, gl.int32) + 16 * sixteen)[None, :, None] + (2 * two)[None, None, :]
-    zero = gl.full([ROWS // 2, COLUMNS // 16, 4], 0, gl.int32, layout=calls)
-    ones = gl.join(gl.join(zero, zero), gl.join(zero, zero))
-    # Always. Nothing moves over a branch: left alone, ptxas draws before it issues the products,
-    # or when it needs the words, and not while it would wait for S.
-    if n < tile.kv_len:
-        dropout = tile.mods.dropout
-        words = _philox(i, j, tile.h, tile.b, dropout)
-        none, one = _nothing_kept(ONE, dropout), gl.to_tensor(ONE)
-        upper = gl.join(_mark(words[0], one, none, dropout), _mark(words[1], one, none, dropout))
-        lower = gl.join(_mark(words[2], one, none, dropout), _mark(words[3], one, none, dropout))
-        ones = gl.join(upper, lower)
-    return ones
+    words = _philox(i, j, tile.h, tile.b, tile.mods.dropout)
+    upper = gl.join(_ones(words[0], tile.mods.dropout), _ones(words[1], tile.mods.dropout))
+    lower = gl.join(_ones(words[2], tile.mods.dropout), _ones(words[3], tile.mods.dropout))
+    return gl.join(upper, lower)
 
 
 @gluon.jit
 def drop_pairs(ones, x, like):
     """Return float32 numbers x rounded to 16 bits, and 0 where pairs are dropped, in registers as
-    pairs (`mma.materialize`). `ones`: from `draw_ones`."""
+    pairs (`mma.materialize`). bfloat16 takes 1.0 of half precision for 2^-7, and so has x times
+    that. `ones`: from `draw_ones`."""
     ASM: gl.constexpr = ROUND_BFLOAT16 if like.dtype == gl.bfloat16 else ROUND_FLOAT16
     COLUMNS: gl.constexpr = x.shape[1]
     halves = gl.join(gl.cast(ones, gl.int16), gl.cast(ones >> 16, gl.int16))
@@ -210,9 +208,10 @@ def bits_of_keys(b, h, first_q, first_kv, dropout, COLUMNS: gl.constexpr):
     row = gl.arange(0, ROWS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, calls)))
     i = (gl.cast(first_q, gl.int32) + 16 * sixteen)[:, None, None] + column[None, :, None]
     j = gl.cast(first_kv, gl.int32) + ((row >> 2) * 16 + (row & 3) * 2)[None, None, :]
-    words = _philox(i, j, h, b, dropout)
-    bit = _bit(4 * sixteen)[:, None, None]
-    bits = _nothing_kept(bit * 0xF, dropout)
+    # Here: in registers of the whole loop the seed takes 59 more accesses to spilled ones.
+    words = _philox(i, j, h, b, load_seed(dropout))
+    bit = _bit(4 * sixteen)[:, None, None] * 0x10001
+    bits = bit * 0
     for n in gl.static_range(4):
         bits = _mark(words[n], bit << n, bits, dropout)
     bits = gl.cast(gl.sum(bits, 0), gl.int32)

@@ -29,7 +29,7 @@ blocks first, then full ones, each kind from the last to the first.
 
 from .. import config
 from ..device.affine_score import affine_scores, slope_lhs, slope_rhs, wgmma_slope
-from ..device.dropout import draw_ones, drop, drop_pairs, kept_one_by_one
+from ..device.dropout import draw_ones, drop, drop_pairs, kept_one_by_one, load_seed
 from ..device.gluon_compat import gl, gluon, tma_store_wait, warpgroup_mma_wait
 from ..device.hoisted import (
     HoistedColumns,
@@ -150,6 +150,8 @@ def forward(
     fence_barrier_init()
     sizes = FwdSizes(heads, group, q_len, kv_len, dv)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
+    if dropout is not None:
+        dropout = load_seed(dropout)
     mods = FwdModArgs(scale, coords, dropout, bias_tables, score_args, mask_args)
     outputs = FwdOutputs(out, wide_out, lse, row_max, max_logit, entropy, sink, partials, counter)
     stream_k = StreamKArgs(whole_tiles, share_blocks, shared_blocks)
@@ -414,7 +416,7 @@ def softmax_step(
     if CONFIG.relative_biases > 0:
         score_args = score_args + (load_bias(tile.rows.bias, n, LIVE[1]),)  # noqa: RUF005
     if CONFIG.in_sixteens:
-        ones = draw_ones(tile, first_kv, n, ops.k[0], LIVE[1])
+        ones = draw_ones(tile, first_kv, LIVE[1])
 
     # S is there; release K, and Q after its last block.
     s = wait_for_qk(s, ops, FIRST, CONFIG)

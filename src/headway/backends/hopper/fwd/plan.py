@@ -217,8 +217,11 @@ class ForwardPlan(HopperPlan):
         tables, *_ = self.bias_tables.kernel_args(bias_tables)
         coords, schedule, captured, seed = self.arranged(self.schedules, tensors, floats)
         outputs = (None, None, out) if self.wide else (*self.out(out), None)
+        dropout = self.dropout_of(seed)
+        if dropout is not None and self.in_sixteens and self.dtype == torch.bfloat16:
+            dropout = dropout._replace(factor=dropout.factor * 2**7)  # `drop_pairs` has 2^-7
         return (
             *self.q(q), *self.k(k), *self.v(v), *outputs, lse, row_max, max_logit, entropy, sink,
-            counter, *self.scheduler_args, partials, *self.sizes, coords, self.dropout_of(seed),
+            counter, *self.scheduler_args, partials, *self.sizes, coords, dropout,
             schedule, tables, *captured,
         )  # fmt: skip
