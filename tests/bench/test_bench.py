@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import headway
+from headway.dropout import keep, kept_factor
 from headway.errors import ArgumentError
 from headway_lab.bench import cases as table
 from headway_lab.bench import (
@@ -29,6 +30,7 @@ from headway_lab.bench.case import (
     BUILD,
     FORWARD,
     JVP,
+    SEED,
     Case,
     CaseInputs,
     Target,
@@ -36,7 +38,7 @@ from headway_lab.bench.case import (
     size,
 )
 from headway_lab.bench.cases import select
-from headway_lab.bench.measure import Truth
+from headway_lab.bench.measure import Truth, sampled_rows
 from headway_lab.bench.peers import PEERS, Unavailable
 from headway_lab.bench.results import Result, ResultsFile, describe
 from headway_lab.cli import bench as terminal
@@ -193,6 +195,31 @@ def test_every_fault_is_caught(fault: str):
     x = make_inputs(SCORED)
     errors = Truth(SCORED, x).errors(lambda: FAULTS[fault](x), backward=True)
     assert not all(e.passed for e in errors)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.0, True), (4.0, False)])
+def test_with_dropout_gradients_may_come_from_a_rounded_out(
+    factor: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As in every flash kernel; on few rows, of which the first has one key."""
+    monkeypatch.setattr(measure, "PAIRS", 1)
+    case = replace(TINY, dtype="bfloat16", dropout=0.1, score=None, mask=headway.causal)
+    x = make_inputs(case)
+    truth, rows = Truth(case, x), sampled_rows(case, x.q.device)
+    q, k, v, dout = (t.detach().double() for t in (x.q, x.k, x.v, truth.dout))
+    k, v = (t.repeat_interleave(case.hq // case.hk, 1) for t in (k, v))
+    index = torch.arange(case.length)
+    s = (q @ k.mT / math.sqrt(case.d)).masked_fill(index[:, None] < index, -math.inf)
+    where = torch.meshgrid(*map(torch.arange, s.shape), indexing="ij")
+    kept = keep(0.1, torch.tensor(SEED), *where) * kept_factor(0.1)
+    p = s.softmax(-1)
+    out = (p * kept) @ v
+    taken = out + factor * (out.bfloat16() - out)
+    ds = p * ((dout @ v.mT) * kept - (dout * taken).sum(-1, keepdim=True))
+    of_groups = lambda t: t.unflatten(1, (case.hk, -1)).sum(2)
+    dk, dv = of_groups(ds.mT @ q / math.sqrt(case.d)), of_groups((p * kept).mT @ dout)
+    errors = truth.compare([out[:, :, rows], ds @ k / math.sqrt(case.d), dk, dv])
+    assert all(e.passed for e in errors) == passes, errors
 
 
 def test_learned_tensors_are_checked_too():
