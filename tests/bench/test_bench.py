@@ -622,7 +622,7 @@ BLOCKS = Case(
 
 
 def test_block_masks_are_timed_and_compared(fast, monkeypatch):
-    ours, theirs = run.run.MEASURES["block mask"](BLOCKS, "cpu", 2, lambda: None)
+    ours, theirs = run.MEASURES["block mask"](BLOCKS, "cpu", 2, lambda: None)
     assert (ours.tiles, ours.target, ours.verdict) == (6, "<= 1e+06 ms", "pass")
     assert ours.note.startswith("3 full, 3 partial, 3 empty")
     assert (theirs.target, theirs.verdict) == (">= 1e-06x", "pass")
@@ -631,7 +631,7 @@ def test_block_masks_are_timed_and_compared(fast, monkeypatch):
     prepare = PEERS["create_block_mask"].prepare
     wrong = lambda case, x: prepare(case, x._replace(mask=headway.causal()))
     monkeypatch.setitem(PEERS, "create_block_mask", replace(PEERS["flex"], prepare=wrong))
-    _, theirs = run.run.MEASURES["block mask"](other, "cpu", 1, lambda: None)
+    _, theirs = run.MEASURES["block mask"](other, "cpu", 1, lambda: None)
     assert (theirs.verdict, theirs.median) == ("wrong", None)
 
 
