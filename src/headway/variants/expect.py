@@ -71,7 +71,11 @@ def _score_first(f: Any, score: Any, *positions: Any) -> Any:
 def _check_function(f: Any) -> None:
     try:
         fits = callable(f) and not isinstance(f, type | Mod)
-        if fits and not is_compiling():
+        # A lookup takes a tenth of the time of binding.
+        fits_already = (
+            is_compiling() or getattr(getattr(f, "__code__", None), "co_argcount", 0) == 5
+        )
+        if fits and not fits_already:
             inspect.signature(f).bind(*range(5))
     except TypeError:
         fits = False
