@@ -8,7 +8,6 @@ called in its thread, which only the stack knows for sure. (An interrupt runs no
 import math
 import sys
 import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -127,26 +126,24 @@ class Monitor(AbstractContextManager):
             refuse_under_compile(ArgumentError, _COMPILED)
         if get_eval_frame_callback() not in (None, False):  # after a graph break
             raise ArgumentError(_COMPILED)
-        if not _is_outermost(module):
+        if _callers().count(id(module)) > 1:  # a part of a forward
             return
         self._close(get_ident())  # which an interrupt left open
-        if self._training in (None, module.training):
-            if self._forwards % self._every == 0:
-                self._open(module)
-            self._forwards += 1
+        if self._training not in (None, module.training):
+            return
+        if self._forwards % self._every == 0:
+            watcher = partial(self._watch, module, _names(module), get_ident())
+            with _lock:
+                if not _stances and "torch._dynamo" in sys.modules:
+                    _stances.append(torch.compiler.set_stance("force_eager"))
+                calls.watchers.append(watcher)
+            self._measuring[get_ident()] = watcher
+        self._forwards += 1
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         """End a forward of the model, after its other hooks, or after an error."""
-        if self._measuring and _is_outermost(module):
+        if self._measuring and _callers().count(id(module)) == 1:
             self._close(get_ident())
-
-    def _open(self, model: nn.Module) -> None:
-        watcher = partial(self._watch, model, _names(model), get_ident())
-        with _lock:
-            if not _stances and "torch._dynamo" in sys.modules:
-                _stances.append(torch.compiler.set_stance("force_eager"))
-            calls.watchers.append(watcher)
-        self._measuring[get_ident()] = watcher
 
     def _close(self, thread: int) -> None:
         if watcher := self._measuring.pop(thread, None):
@@ -162,7 +159,7 @@ class Monitor(AbstractContextManager):
         in_backward = torch._C._current_graph_task_id() != -1
         if request.auxiliary or in_backward or get_ident() != thread:
             return
-        callers = list(map(id, _callers()))
+        callers = _callers()
         if id(model) not in callers:
             return
         name = next(names[x] for x in callers if x in names) or self._model
@@ -246,18 +243,14 @@ def _names(model: nn.Module) -> dict[int, str]:
     return names
 
 
-def _is_outermost(module: nn.Module) -> bool:
-    """Return whether a module that is being called in this thread did not call itself."""
-    return sum(caller is module for caller in _callers()) == 1
-
-
-def _callers() -> Iterator[nn.Module]:
-    """Yield the modules that are being called in this thread, the innermost first."""
-    frame, module_call = sys._getframe(1), nn.Module._call_impl.__code__
+def _callers() -> list[int]:
+    """Return the ids of the modules that are being called in this thread, the innermost first."""
+    frame, module_call, callers = sys._getframe(1), nn.Module._call_impl.__code__, list[int]()
     while frame is not None:
         if frame.f_code is module_call:
-            yield frame.f_locals["self"]
+            callers.append(id(frame.f_locals["self"]))
         frame = frame.f_back
+    return callers
 
 
 def _measure(request: Request) -> Tensor:
@@ -296,18 +289,14 @@ def _with_first_key(mask: Any) -> MaskFn:
 def _check_measurable(request: Request) -> None:
     """Refuse a call that cannot be measured."""
     tensors = request.q, request.k, request.v
+    transformed = transforms() or in_forward_mode()
+    recorded = torch._C._is_tracing() or capturing(request.q.device)
     for refuses, why in (
         (request.keys is not None, "they are over a KV cache, after a past, or have a layout="),
         (not are_plain(*tensors), f"their tensors are of types {[type(x) for x in tensors]}"),
         (any(x.is_meta for x in tensors), "their tensors are on the meta device"),
-        (
-            transforms() or in_forward_mode(),
-            "they are in a transform of torch.func or forward mode",
-        ),
-        (
-            torch._C._is_tracing() or capturing(request.q.device),
-            "torch.jit or a CUDA graph records them",
-        ),
+        (transformed, "they are in a transform of torch.func, or in forward mode"),
+        (recorded, "torch.jit or a CUDA graph records them"),
     ):
         if refuses:
             raise ArgumentError(why)
