@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from .backends import cpu, get
 from .backends.base import Call, CallSignature
@@ -448,18 +448,18 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     if not compiling:
         register_flops()
     elif differentiated_in_compile():
-        if pair is not ON_ONE_DEVICE:
+        if pair is not ON_ONE_DEVICE or is_exporting():
             raise BackendRefused(
-                "torch.compile would lose the gradients of this call over ranks, which torch.func "
-                "takes inside of what is compiled; use torch.autograd.grad there, or leave out "
-                "fullgraph=True"
+                "the gradients that torch.func takes of attention over ranks, or inside of an "
+                "exported program, would be lost; use torch.autograd.grad there, leave out "
+                "fullgraph=True, or differentiate the program that you load"
             )
         allow_in_graph()
         numbers = runner.captured, runner.ints, runner.floats, runner.offsets
         return as_forward(*apply_in_graph(runner.spec, numbers, *inputs))
     # The operator has a gradient of its own in an exported program, where torch.export would drop
     # that of an autograd Function.
-    if not trained or (pair is ON_ONE_DEVICE and torch.compiler.is_exporting()):
+    if not trained or (pair is ON_ONE_DEVICE and is_exporting()):
         out, *stats = runner.forward(*inputs)
         return Forward(in_dtype(in_order_of(operands[0], out), runner.out_dtype), *stats[:4])
     if compiling:
@@ -554,7 +554,7 @@ def cpu_native_step(
 def _compiler_needs_operators() -> bool:
     """Return whether a compiler has to see our operators: in exported programs, and below
     transforms."""
-    return transforms() or in_forward_mode() or torch.compiler.is_exporting()
+    return transforms() or in_forward_mode() or is_exporting()
 
 
 constant_under_compile(_compiler_needs_operators)

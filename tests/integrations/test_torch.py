@@ -150,6 +150,16 @@ def test_compiled_gradients_of_torch_func_refuse_to_be_differentiated():
             torch.autograd.grad(run(*learned)[0].sum(), learned[0])
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_gradients_of_torch_func_in_an_exported_program_are_refused(strict):
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return torch.func.grad(lambda q: hw.attention(q, q, q).square().sum())(q)
+
+    with pytest.raises(Exception, match="would be lost"):
+        torch.export.export(Model(), (qkv()[0],), strict=strict)
+
+
 def test_compiled_gradients_of_each_entry_of_a_batch():
     q, k, v = (torch.stack([x, 2 * x]) for x in qkv())
     scored = lambda q, k, v: hw.attention(q, k, v, hw.softcap(3.0))
