@@ -11,31 +11,28 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
-
-from processes import dynamo_guards_are_not_timed
 
 GOLDEN = Path(__file__).parent / "golden"
 
 # ------------------------------------------------------------------------------- random numbers
 
 
-if not torch.cuda.is_available():
-    # For when there is one, each notes its caller's stack: a millisecond, twenty thousand times.
-    for devices in (torch.cuda, torch.xpu, torch.mtia):
-        devices.manual_seed_all = lambda seed: None
-
-
 class TorchRandom:
     """PyTorch's generator, in the form in which hypothesis seeds it for each of its examples."""
 
     def seed(self, seed: int) -> None:
+        import torch
+
         torch.manual_seed(seed)
 
     def getstate(self) -> Any:
+        import torch
+
         return torch.get_rng_state()
 
     def setstate(self, state: Any) -> None:
+        import torch
+
         torch.set_rng_state(state)
 
 
@@ -51,7 +48,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     """This test's seed, made from its name: the same numbers alone, in any order, in parallel."""
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch_random.seed(seed)
     return seed
 
 
@@ -67,6 +64,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", 0):
+        return  # the process that hands out tests: others need not wait until it has imported PyTorch
+    import torch
+
+    if not torch.cuda.is_available():
+        # For when there is one, each notes its caller's stack: a millisecond, twenty thousand times.
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            devices.manual_seed_all = lambda seed: None
     # The processes of pytest-xdist share the cores. A test alone may use two threads, so that what
     # runs on several threads is tested as such.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -77,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # with a long one while the others wait: then those that are idle take from the rest.
 LONGEST = (
     "tests/distributed/", "tests/recipe/test_ranks.py", "tests/bench/test_ranks.py",
-    "tests/triton/test_interpreter.py", "tests/test_package.py", "tests/test_hub_kernel.py",
+    "tests/triton/test_interpreter.py", "tests/triton/test_driver.py", "tests/test_package.py", "tests/test_hub_kernel.py",
     "tests/mods/test_programs.py", "tests/mods/test_compiled_changes.py",
 )  # fmt: skip
 
@@ -96,6 +101,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+    from processes import dynamo_guards_are_not_timed
+
     dynamo_guards_are_not_timed()
 
 
@@ -108,6 +115,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Calls and models are small: threads would wait for each other, and on a busy machine for a core."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
