@@ -30,7 +30,13 @@ from .operators import (
     register_flops,
     tangent_op,
 )
-from .surroundings import has_tangent, in_forward_mode, requires_grad, under_vmap
+from .surroundings import (
+    has_tangent,
+    in_forward_mode,
+    is_older_batched,
+    requires_grad,
+    under_vmap,
+)
 from .types import (
     Dual,
     Forward,
@@ -177,6 +183,16 @@ def _with_tangent(text: str, numbers: tuple, *inputs: Any) -> tuple:
     return _WithTangent.apply(_runner(text, inputs[0], *numbers), *inputs)
 
 
+def _refuse_older_batches(tensors: Sequence[Tensor | None]) -> None:
+    """Refuse batches by a vmap older than `torch.func`'s, which has no rule for duals."""
+    if not is_compiling() and any([x is not None and is_older_batched(x) for x in tensors]):  # noqa: C419
+        raise BackendRefused(
+            "attention takes no batch of tangents from torch.autograd.functional "
+            "(strategy='forward-mode'); use torch.func.jacfwd. It has no second derivative, as "
+            f"hessian is one; where you need one, {MATH}"
+        )
+
+
 def attention(spec: Spec, call: Call) -> Forward:
     """Run `autograd.attention` where forward mode is on."""
     inputs, numbers = _taken_apart(call)
@@ -184,8 +200,10 @@ def attention(spec: Spec, call: Call) -> Forward:
         raise BackendRefused(reason)
     if under_vmap():
         return _under_transforms(spec, call, inputs, numbers)
+    _refuse_older_batches(inputs)
     apart = [None if x is None else forward_ad.unpack_dual(x) for x in inputs]
     along = _of_differentiable([None if x is None else x.tangent for x in apart], spec)
+    _refuse_older_batches(along)
     primal = [None if x is None else x.primal for x in apart]
     if any([t is not None for t in along]):  # noqa: C419
         dual = _run(spec, primal, along, numbers)

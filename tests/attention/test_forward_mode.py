@@ -441,6 +441,16 @@ def test_refused(way, compiled):
     LEAF.grad = None
 
 
+def test_the_forward_mode_of_autograd_functional_is_refused():
+    """It makes batches of tangents by a vmap older than `torch.func`'s."""
+    functional = torch.autograd.functional
+    call = lambda q: ours(q, K, V, LEAF).sum()
+    with pytest.raises(BackendRefused, match=r"torch\.func\.jacfwd"):
+        functional.jacobian(call, Q, strategy="forward-mode", vectorize=True)
+    with pytest.raises(BackendRefused, match="no second derivative"):
+        functional.hessian(call, Q, vectorize=True, outer_jacobian_strategy="forward-mode")
+
+
 def test_a_vmap_that_a_compiled_program_hides_is_refused():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="does not see tangents below"):
