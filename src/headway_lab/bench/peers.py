@@ -1,7 +1,7 @@
 """Peers: what a user would pick instead. Each prepares its tensors and returns a call to time.
 
 FlashAttention-4's tensors are (b, length, heads, width), or (tokens, heads, width) where documents
-are packed. PyTorch's context parallel is a peer of its own, at the end.
+are packed. Those over several GPUs are in ranks_process.py.
 """
 
 import importlib
@@ -12,16 +12,13 @@ from importlib import metadata
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 
 from headway.api import attention
-from headway.distributed import Layout
 from headway.mods import alibi, causal, document, sliding_window, softcap
 from headway.mods.base import Both, Either, MaskFn
 
@@ -242,11 +239,12 @@ class Peer:
 
 def _sdpa(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     if inputs.score is None and (inputs.mask is None or inputs.mask == causal()):
-        return _sdpa_call(inputs, is_causal=inputs.mask is not None)
-    return _sdpa_call(inputs, attn_mask=_bias(case, inputs))
+        return sdpa_call(inputs, is_causal=inputs.mask is not None)
+    return sdpa_call(inputs, attn_mask=_bias(case, inputs))
 
 
-def _sdpa_call(inputs: CaseInputs, **options: Any) -> Callable[[], Tensor]:
+def sdpa_call(inputs: CaseInputs, **options: Any) -> Callable[[], Tensor]:
+    """Return a call of `F.scaled_dot_product_attention`."""
     q, k, v = inputs.q, inputs.k, inputs.v
     gqa = q.shape[1] != k.shape[1]
     return partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=gqa, **options)
@@ -325,7 +323,7 @@ def _create_block_mask(case: Case, inputs: CaseInputs) -> Callable[[], Any]:
 def _cudnn(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     if inputs.score is not None or inputs.mask not in (None, causal()):
         raise Unavailable("it takes a causal mask or none")
-    call = _with_kernel(SDPBackend.CUDNN_ATTENTION, _sdpa(case, inputs))
+    call = with_kernel(SDPBackend.CUDNN_ATTENTION, _sdpa(case, inputs))
     try:
         call()
     except RuntimeError as error:
@@ -333,7 +331,9 @@ def _cudnn(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     return call
 
 
-def _with_kernel(kernel: SDPBackend, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def with_kernel(kernel: SDPBackend, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a call of `F.scaled_dot_product_attention` that runs one of its kernels."""
+
     def run() -> Tensor:
         with sdpa_kernel(kernel):
             return call()
@@ -358,9 +358,9 @@ def _sdpa_dropout(
     if inputs.score is not None or inputs.mask not in (None, causal()):
         raise Unavailable("it takes a causal mask or none")
     is_causal = inputs.mask is not None
-    call = _sdpa_call(inputs, is_causal=is_causal, dropout_p=case.dropout)
+    call = sdpa_call(inputs, is_causal=is_causal, dropout_p=case.dropout)
     if kernel is not None:
-        call = _with_kernel(kernel, call)
+        call = with_kernel(kernel, call)
     try:
         call()
     except RuntimeError as error:
@@ -379,7 +379,7 @@ PEERS = {
         "F.scaled_dot_product_attention: is_causal where that is the mask, else a float mask",
     ),
     "sdpa causal": Peer(
-        lambda case, inputs: _sdpa_call(inputs, is_causal=True),
+        lambda case, inputs: sdpa_call(inputs, is_causal=True),
         "F.scaled_dot_product_attention(is_causal=True), without this case's score and window",
         same=False,
     ),
@@ -424,7 +424,7 @@ PEERS = {
         _primal, "Headway on the same tensors, score and mask, out alone", same=False
     ),
     "sdpa math": Peer(
-        lambda case, inputs: _with_kernel(SDPBackend.MATH, _sdpa(case, inputs)),
+        lambda case, inputs: with_kernel(SDPBackend.MATH, _sdpa(case, inputs)),
         "F.scaled_dot_product_attention by plain operations, which have forward-mode derivatives",
     ),
     "flex": Peer(
@@ -460,60 +460,3 @@ PEERS = {
         same=False, per_tile=True,
     ),
 }  # fmt: skip
-
-
-KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-def context_parallel() -> Any:
-    """Return PyTorch's context parallel of `F.sdpa`, whose order is that of `Layout.zigzag`."""
-    from torch.distributed.tensor import experimental
-
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
-    # It cuts buffers up. The bench's are cut already; this one is of no use.
-    dummy = torch.empty(1, 2 * ranks, device="cuda")
-    return experimental.context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[1])
-
-
-def sdpa_over_ranks(mine: CaseInputs, kernel: str) -> Callable[[], Tensor]:
-    """Return a causal `F.scaled_dot_product_attention` of one kernel, in `context_parallel`."""
-    return _with_kernel(KERNELS[kernel], _sdpa_call(mine, is_causal=True))
-
-
-def flex_over_ranks(mine: CaseInputs, layout: Layout) -> Callable[[], Tensor]:
-    """Return compiled FlexAttention over keys that are all-gathered first."""
-    try:
-        from torch.distributed.tensor.experimental._context_parallel._attention import (
-            flex_cp_allgather as gather,
-        )
-    except ImportError:
-        raise Unavailable("this PyTorch has no context parallel of FlexAttention") from None
-    if mine.mask is None:
-        raise Unavailable("timed with masks only")
-    mask, name = mask_mod(mine.mask), dist.group.WORLD.group_name  # type: ignore[union-attr]
-    sizes = torch.tensor(layout.sizes)
-    if bool((sizes != sizes[0]).any()):
-        raise Unavailable("its ranks hold as many tokens each")
-    q_positions = layout.positions.to("cuda")
-    gathered = [torch.empty_like(q_positions) for _ in sizes]
-    dist.all_gather(gathered, q_positions)
-    kv_positions = torch.cat(gathered)
-
-    def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return mask(b, h, q_positions[i], kv_positions[j])
-
-    blocks = torch.compile(flex.create_block_mask)(
-        attends, None, None, len(q_positions), len(kv_positions), device="cuda"
-    )
-    # A backward is timed many times on one forward.
-    torch._functorch.config.donated_buffer = False  # type: ignore[bad-assignment]
-    attend = torch.compile(flex.flex_attention)
-
-    def run() -> Tensor:
-        k, v = gather(mine.k, mine.v, 2, name)
-        return attend(
-            mine.q, k, v, block_mask=blocks, enable_gqa=mine.q.shape[1] != mine.k.shape[1]
-        )
-
-    return run

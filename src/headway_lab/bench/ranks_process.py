@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import flex_attention as flex
 
 from headway import explain
 from headway.api import attention
@@ -32,11 +35,12 @@ from headway.mods import causal
 from .case import BACKWARD, FORWARD, Case, CaseInputs, Size, Unavailable, make_inputs, size
 from .cases import every
 from .measure import Truth
-from .peers import KERNELS, context_parallel, flex_over_ranks, sdpa_over_ranks
+from .peers import mask_mod, sdpa_call, with_kernel
 from .ranks import ONE_CARD
 from .results import WRONG, Result
 from .timing import Timing, between, mark, wait
 
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 PLANS = "gather", "heads", "ulysses"  # beside that of "auto"
 EVERY_PLAN = "causal", "documents-64"  # names of cases; the others have the first plan alone
 LONGEST = 1 << 17  # tokens: beyond, nothing is checked
@@ -337,6 +341,63 @@ def memory(case: Case, one: RankContestant) -> list[Result]:
     torch.cuda.reset_peak_memory_stats()
     grads = x.grads(out)
     return [forward_row, row(BACKWARD, before, sum(g.nbytes for g in grads))]
+
+
+# -- peers: PyTorch's context parallel ---------------------------------------------------------
+
+
+def context_parallel() -> Any:
+    """Return PyTorch's context parallel of `F.sdpa`, whose order is that of `Layout.zigzag`."""
+    from torch.distributed.tensor import experimental
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+    # It cuts buffers up. The bench's are cut already; this one is of no use.
+    dummy = torch.empty(1, 2 * ranks, device="cuda")
+    return experimental.context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[1])
+
+
+def sdpa_over_ranks(mine: CaseInputs, kernel: str) -> Callable[[], Tensor]:
+    """Return a causal `F.scaled_dot_product_attention` of one kernel, in `context_parallel`."""
+    return with_kernel(KERNELS[kernel], sdpa_call(mine, is_causal=True))
+
+
+def flex_over_ranks(mine: CaseInputs, layout: Layout) -> Callable[[], Tensor]:
+    """Return compiled FlexAttention over keys that are all-gathered first."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel._attention import (
+            flex_cp_allgather as gather,
+        )
+    except ImportError:
+        raise Unavailable("this PyTorch has no context parallel of FlexAttention") from None
+    if mine.mask is None:
+        raise Unavailable("timed with masks only")
+    mask, name = mask_mod(mine.mask), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    sizes = torch.tensor(layout.sizes)
+    if bool((sizes != sizes[0]).any()):
+        raise Unavailable("its ranks hold as many tokens each")
+    q_positions = layout.positions.to("cuda")
+    gathered = [torch.empty_like(q_positions) for _ in sizes]
+    dist.all_gather(gathered, q_positions)
+    kv_positions = torch.cat(gathered)
+
+    def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask(b, h, q_positions[i], kv_positions[j])
+
+    blocks = torch.compile(flex.create_block_mask)(
+        attends, None, None, len(q_positions), len(kv_positions), device="cuda"
+    )
+    # A backward is timed many times on one forward.
+    torch._functorch.config.donated_buffer = False  # type: ignore[bad-assignment]
+    attend = torch.compile(flex.flex_attention)
+
+    def run() -> Tensor:
+        k, v = gather(mine.k, mine.v, 2, name)
+        return attend(
+            mine.q, k, v, block_mask=blocks, enable_gqa=mine.q.shape[1] != mine.k.shape[1]
+        )
+
+    return run
 
 
 if __name__ == "__main__":
