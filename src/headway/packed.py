@@ -340,8 +340,7 @@ class Side(NamedTuple):
 class Packing(NamedTuple):
     """The sequences of packed tokens: fields of `PackedMask`, and how many there are.
 
-    - `aligned_pos`: where a query stands among the keys of its sequence, whose last query meets the
-      last key.
+    - `aligned_pos`: `pos` if the last query of every sequence meets its last key.
     """
 
     ids: Tensor
@@ -434,9 +433,10 @@ def _new_packing(q: Side, k: Side) -> Packing:
     if k.lies_as(q):
         return Packing(ids, torch.where(ids < 0, -2, ids), pos, None, q.sequences, pos)
     kv_ids, kv_pos = k.places_of_tokens(outside=-2)
-    more_keys = k.starts_and_counts()[1] - q.starts_and_counts()[1]
-    of_none = more_keys.new_zeros(1)  # at -1
-    aligned_pos = pos + torch.cat([more_keys, of_none])[ids].int()
+    first_key, count = k.starts_and_counts()  # at -1: where the last sequence ends
+    more_keys = torch.cat([count - q.starts_and_counts()[1], count.new_zeros(1)])[ids].int()
+    aligned_pos = pos + more_keys
+    aligned_pos = torch.stack([aligned_pos, aligned_pos + first_key[ids].int()])
     return Packing(ids, kv_ids, pos, kv_pos, q.sequences, aligned_pos)
 
 

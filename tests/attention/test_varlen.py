@@ -17,6 +17,7 @@ from cases import CASES
 from headway import packed
 from headway.compat.torch_sdpa import scaled_dot_product_attention, use_for_sdpa
 from headway.errors import ArgumentError
+from headway.mods.evaluation.pointwise import Positions, mask_at
 from headway.mods.library.packed import PackedMask
 from headway.mods.lowering import lower_mod
 from long import long_unless
@@ -280,6 +281,24 @@ def test_masks_of_distances_are_those_of_documents(mask):
     assert apart.uses("t2")
     assert apart.uses("t3")
     assert not ours.uses("t2")
+
+
+def test_aligned_masks_of_distances_read_no_positions_of_keys():
+    """Kernels get the places of keys in the row, of which bounds and limits know more."""
+    sides = (
+        packed.Side(name, 9, torch.device("cpu"), torch.tensor(cu))
+        for name, cu in (("q", [0, 3, 8]), ("k", [0, 5, 7]))
+    )
+    packing = packed.pack(*sides).aligned()
+    at = torch.meshgrid(*map(torch.arange, (1, 1, 9, 9)), indexing="ij")
+    for mask, reads in (
+        (hw.causal(), False), (~hw.causal(-3), False), (hw.sliding_window(2), False),
+        (hw.chunked(2), True), (hw.prefix(2), True),
+    ):  # fmt: skip
+        graph, captured = lower_mod("mask", packing.mask(mask), torch.float32)
+        assert graph.uses("t3") == reads
+        kept = mask_at(graph, captured, Positions(*at))
+        assert torch.equal(kept.expand(1, 1, 9, 9), packing.mask(mask)(*at))
 
 
 @pytest.mark.parametrize("form", ["varlen", "jagged"])

@@ -17,12 +17,13 @@ class PackedMask(Mask):
 
     `ids` and `kv_ids` are the sequence of every query and key, int32, with -1 and -2 for tokens of
     no sequence. `pos` and `kv_pos` are their positions in it; without `kv_pos` the keys are packed
-    as the queries are.
+    as the queries are. A second row of `pos` has the places of the queries among all keys: what a
+    position is behind the sequence's first key, its place is behind the row's.
     """
 
     ids: Tensor  # (q_len,)
     kv_ids: Tensor  # (kv_len,)
-    pos: Tensor  # (q_len,)
+    pos: Tensor  # (q_len,) or (2, q_len)
     kv_pos: Tensor | None  # (kv_len,)
     mask: MaskFn | None
 
@@ -33,12 +34,10 @@ class PackedMask(Mask):
         same = self.ids[q_idx] == self.kv_ids[kv_idx]
         if self.mask is None:
             return same
-        kv_pos = self.pos if self.kv_pos is None else self.kv_pos
-        b = self.ids[q_idx].long()
-        return same & self.mask(b, h, self.pos[q_idx].long(), kv_pos[kv_idx].long())
+        return same & self.mask(self.ids[q_idx].long(), h, *_positions(self, q_idx, kv_idx))
 
     def simplified(self, graph):
-        return graph if self.kv_pos is not None else _by_distance(graph)
+        return _by_distance(graph, self)
 
     def __repr__(self) -> str:
         return f"packed({'' if self.mask is None else show(self.mask)})"
@@ -50,7 +49,7 @@ class PackedScore(Score):
 
     ids: Tensor  # (q_len,)
     kv_ids: Tensor  # (kv_len,)
-    pos: Tensor  # (q_len,)
+    pos: Tensor  # (q_len,) or (2, q_len)
     kv_pos: Tensor | None  # (kv_len,)
     score: ScoreFn
 
@@ -58,12 +57,11 @@ class PackedScore(Score):
         """Accept the sizes of the packed row: `score` is checked for the sequences."""
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        kv_pos = self.pos if self.kv_pos is None else self.kv_pos
         b = self.ids[q_idx].long()
-        return self.score(score, b, h, self.pos[q_idx].long(), kv_pos[kv_idx].long())
+        return self.score(score, b, h, *_positions(self, q_idx, kv_idx))
 
     def simplified(self, graph):
-        return graph if self.kv_pos is not None else _by_distance(graph)
+        return _by_distance(graph, self)
 
     def __repr__(self) -> str:
         return f"packed({show(self.score)})"
@@ -82,24 +80,41 @@ class KeptLogit(Score):
         return torch.where(new_score == -math.inf, -math.inf, score)
 
 
-_POS = "t2"  # the graph's input for `pos`, the third tensor
+def _positions(packed: PackedMask | PackedScore, q_idx: Tensor, kv_idx: Tensor) -> list[Tensor]:
+    """Return the positions of a query and a key in their sequences, int64."""
+    pos = packed.pos[q_idx] if packed.pos.dim() == 1 else packed.pos[0, q_idx]
+    kv_pos = packed.pos if packed.kv_pos is None else packed.kv_pos
+    return [pos.long(), kv_pos[kv_idx].long()]
 
 
-def _by_distance(graph: Graph) -> Graph:
-    """Return the graph with positions of the row in place of those in a sequence.
+_POS, _KV_POS = "t2", "t3"  # the graph's inputs for `pos` and `kv_pos`, where there is one
+
+
+def _by_distance(graph: Graph, packed: PackedMask | PackedScore) -> Graph:
+    """Return the graph with places in the row in place of positions in a sequence.
 
     Both have the same differences. A graph that depends on anything else of them is returned as it
     is. Backends know `causal()` best by its plain positions.
     """
+    alike = packed.kv_pos is None
+    if not alike and packed.pos.dim() == 1:
+        return graph
+    tables = {_POS} if alike else {_POS, _KV_POS}
     builder = Builder()
     new_names: dict[Arg, Arg] = {}
     shifts: dict[Arg, int] = {}  # by how much a value grows if both positions grow by 1
     for n, node in enumerate(graph.nodes):
         args = tuple(new_names.get(a, a) for a in node.args)
         shift = {shifts.get(a, 0) for a in node.args}
-        is_position = node.op == "gather" and node.args[0] == _POS
-        if is_position or (node.op == "to" and node.dtype == "i64" and shift != {0}):
-            new_names[f"%{n}"], shifts[f"%{n}"] = args[-1], 1 if is_position else shift.pop()
+        if node.op == "gather" and node.args[0] in tables:
+            place = args[-1]
+            if not alike and node.args[0] == _POS:
+                place = builder.emit("gather", (_POS, 1, place), node.dtype, node.line)
+                place = builder.emit("to", (place,), "i64", node.line)
+            new_names[f"%{n}"], shifts[f"%{n}"] = place, 1
+            continue
+        if node.op == "to" and node.dtype == "i64" and shift != {0}:
+            new_names[f"%{n}"], shifts[f"%{n}"] = args[-1], shift.pop()
             continue
         if node.op in ("add", "sub", "neg") and node.dtype == "i64":
             first, *second = (shifts.get(a, 0) for a in node.args)
