@@ -40,7 +40,7 @@ def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr, ENTROPY: tl.constexpr
 
 
 @triton.jit
-def update_softmax(state, t, unit, s, TRACK_MAX: tl.constexpr, observed=()):
+def update_softmax(state, t, unit, s, TRACK_MAX: tl.constexpr, observed):
     """Return P = exp2(T - m) of one more block of keys, the factor by which to rescale `acc`, and
     the new state with the old `acc`.
 

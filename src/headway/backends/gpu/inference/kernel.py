@@ -258,7 +258,7 @@ def attend(
             )
             t = tl.where(attended, t, float("-inf"))
         t = tl.where(live[None, :], t, float("-inf"))
-        p, rescale, state = update_softmax(state, t, log2_factor, s, CONFIG.track_max)
+        p, rescale, state = update_softmax(state, t, log2_factor, s, CONFIG.track_max, ())
         if CONFIG.v_in_k:
             v_tile = (k_tile[0],)
         else:
