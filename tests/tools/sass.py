@@ -20,6 +20,7 @@ not wait for what LDSM reads before it arrives, `early` finds: on an H200 once i
 the next copy were read (docs/lab/forward.md).
 """
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -27,6 +28,8 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+
+from triton.runtime.cache import get_cache_manager
 
 import triton
 
@@ -83,14 +86,23 @@ def spilled(cubin: bytes) -> int:
 @lru_cache(maxsize=2)
 def _sections(cubin: bytes) -> list[tuple[str, str]]:
     """Kernels, and what nvdisasm prints of them: once for all that is asked of a kernel."""
+    known = triton.__version__.encode() + cubin
+    cache = get_cache_manager(hashlib.sha256(known).hexdigest())
+    if file := cache.get_file("kernel.sass"):
+        text = Path(file).read_text()
+    else:
+        text = _disassembled(cubin)
+        cache.put(text, "kernel.sass", binary=False)
+    sections = re.split(r"^\.section\s+\.text\.|^\.text\.", text, flags=re.M)[1:]
+    return [(section.split(":", 1)[0], section) for section in sections]
+
+
+def _disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    sections = re.split(r"^\.section\s+\.text\.|^\.text\.", text, flags=re.M)[1:]
-    return [(section.split(":", 1)[0], section) for section in sections]
+        command = [NVDISASM, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _unwritten(name: str, section: str) -> list[str]:
