@@ -7,11 +7,19 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .arguments import check_captured, check_function, check_sizes, count_of, usable_device
-from .blocks import BlockMask, Provenance, cached_build
+from .blocks import (
+    BlockMask,
+    Provenance,
+    Unbuilt,
+    cached_build,
+    depends_on_rows,
+    lower_mask,
+    unbuilt_mask,
+)
 from .blocks.mask import tile_of
 from .distributed.context import Layouts
 from .distributed.layout import Layout
-from .errors import CapturedIndexError, ModError
+from .errors import CapturedIndexError, HeadwayError
 from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
@@ -22,9 +30,10 @@ from .types import (
     AttentionGradients,
     AttentionJVP,
     AttentionOutput,
+    Captured,
     Request,
     inlined_or_eager,
-    refuse_tracing,
+    name_under_compile,
 )
 
 
@@ -300,10 +309,24 @@ def block_mask(
     **Returns:** a `BlockMask`; its size follows the runs of live tiles, not `q_len * kv_len`. The
     tiles are cached by mask, sizes and device until a captured tensor is written to. See
     `clear_block_cache`, also for writes that go unnoticed.
+
+    Under `torch.compile` calls in the same program take the mask as it is when they run, and find
+    tiles of their own size. A block mask that leaves the program has its tiles built when they are
+    first read.
     """
-    refuse_tracing(ModError, "block_mask", "pass mask= itself to attention")
     if unknown:
         raise unknown_keywords(block_mask, unknown)
+    try:
+        return _block_mask(mask, (b, h, q_len, kv_len), device, tile)
+    except CapturedIndexError as error:
+        raise with_place(error, mask) from None
+    except HeadwayError as error:
+        name_under_compile(error)
+        raise
+
+
+def _block_mask(mask: Any, sizes: tuple, device: Any, tile: Any) -> BlockMask:
+    b, h, q_len, kv_len = sizes
     sizes = (
         count_of("b", 1 if b is None else b), count_of("h", 1 if h is None else h),
         count_of("q_len", q_len), count_of("kv_len", kv_len),
@@ -311,17 +334,25 @@ def block_mask(
     tile = tile_of(tile)
     check_function("mask", mask, sizes)
     check_sizes(mask, *sizes)
+    if is_compiling():
+        text, captured = lower_mask(mask)
+        unbuilt = Unbuilt(depends_on_rows(text), _device_of_tiles(captured, device))
+        rows = zip(sizes[:2], unbuilt.depends, strict=True)
+        b, h = (size if depends else 1 for size, depends in rows)
+        return unbuilt_mask(mask, (b, h, *sizes[2:]), tile, unbuilt)
     graph, captured = lower_mod("mask", mask, torch.float32)
+    device = _device_of_tiles(captured, device)
+    provenance = Provenance(graph, captured.tensors)
+    tiles, b, h = cached_build(graph, captured, sizes, tile, device)
+    return BlockMask(mask, (b, h, *sizes[2:]), tile, tiles, provenance)
+
+
+def _device_of_tiles(captured: Captured, device: Any) -> torch.device:
     if device is None:
         device = captured.tensors[0].device if captured.tensors else "cpu"
     device = usable_device(device)
     check_captured("mask", captured, device)
-    provenance = Provenance(graph, captured.tensors)
-    try:
-        tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tile, device)
-    except CapturedIndexError as error:
-        raise with_place(error, mask) from None
-    return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, provenance)
+    return device
 
 
 def _or_none(mask: Any, q: Any, k: Any) -> Any:

@@ -442,7 +442,7 @@ def check_cache_block_mask(
 
 def _check_batch_and_heads(mask: BlockMask, rows: int, hq: int) -> None:
     b, h = mask.shape[:2]
-    if b not in (1, rows) or h not in (1, hq):
+    if (b != 1 and b != rows) or (h != 1 and h != hq):  # (Dynamo: `in` compares no symbols)
         raise ArgumentError(
             f"the block mask is for batch {b} and {h} heads, but the call has batch {rows} and "
             f"{hq} query heads; build it for these numbers, or for 1 where all rows or heads share "

@@ -20,10 +20,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .backends import get
 from .backends.base import Call
-from .blocks import Tiles, check_tiles
+from .blocks import Tiles, cached_build, check_tiles, superset_tiles
 from .dropout import draw_seed, seed_not_saved
 from .errors import BackendRefused
 from .memory_order import exactly_in_order_of, new_in_order_of
+from .mods.graph import parse
+from .surroundings import capturing
 from .types import (
     KV,
     NAMESPACE,
@@ -58,6 +60,10 @@ library.define(
 )
 library.define("only_of_primal(Tensor dout, Tensor[] of_tangents, bool wait) -> Tensor")
 library.define("draw_seed(Device device) -> Tensor")
+library.define(
+    "dense_tiles(str mask, Tensor[] tensors, SymInt[] ints, float[] floats, SymInt[] shape, "
+    "SymInt[] tile, Device device) -> Tensor"
+)
 
 
 def call_of(
@@ -129,6 +135,17 @@ def tangent(spec: str, *inputs: Any) -> Dual:
     return get(parsed.backend).tangent(parsed, call, along)
 
 
+def _dense_tiles(mask, tensors, ints, floats, shape, tile, device) -> Tensor:
+    """Return `BlockMask.to_dense()` of a mask's graph. While a CUDA graph is captured, live tiles
+    are partial, whatever tensors hold."""
+    b, h, q_len, kv_len = shape
+    build = superset_tiles if capturing(device) else cached_build
+    captured = Captured(tensors, ints, floats)
+    tiles, _, _ = build(parse(mask), captured, (b, h, q_len, kv_len), tuple(tile), device)
+    rows, cols = -(-q_len // tile[0]), -(-kv_len // tile[1])
+    return tiles.dense(cols).view(b, h, rows, cols)
+
+
 def only_of_primal(dout: Tensor, of_tangents: list[Tensor], wait: bool) -> Tensor:
     """Return dout, the gradient of out, where the gradients of the tangents are all 0.
 
@@ -171,6 +188,7 @@ def _draw_seed(device: torch.device) -> Tensor:
 
 
 library.impl("draw_seed", _draw_seed, "CompositeImplicitAutograd")
+library.impl("dense_tiles", _dense_tiles, "CompositeExplicitAutograd")
 
 
 # The operators return out in the memory order of q and contiguous tensors, as their fakes promise.
@@ -250,6 +268,12 @@ def _tangent_fake(spec: str, q, k, v, *rest: Any) -> Dual:
     )
 
 
+def _dense_tiles_fake(mask, tensors, ints, floats, shape, tile, device) -> Tensor:
+    b, h, q_len, kv_len = shape
+    grid = -(-q_len // tile[0]), -(-kv_len // tile[1])
+    return torch.empty((b, h, *grid), dtype=torch.uint8, device=device)
+
+
 library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
 library.impl("tangent", _tangent_operator, "CompositeExplicitAutograd")
 library.impl("only_of_primal", only_of_primal, "CompositeExplicitAutograd")
@@ -269,6 +293,7 @@ register_fake("backward", _backward_fake)
 register_fake("infer", _infer_fake)
 register_fake("tangent", _tangent_fake)
 register_fake("only_of_primal", lambda dout, *_: torch.empty_like(dout))
+register_fake("dense_tiles", _dense_tiles_fake)
 
 
 def _one_by_one(op: Any) -> Callable:

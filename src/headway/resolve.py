@@ -36,7 +36,7 @@ from .arguments import (
 )
 from .backends import choose, needs_self_test
 from .backends.base import Call, CapabilityKey, capability_key
-from .blocks import BlockMask, formula_of
+from .blocks import BlockMask, facts_under_compile, formula_of
 from .distributed.context import Layouts
 from .errors import HeadwayError
 from .mods import causal, lower, lower_under_compile, take_apart
@@ -180,6 +180,11 @@ def _is_part(request: Request) -> bool:
     return request.offsets is not None or type(request.keys) is Coords
 
 
+def _has_tiles(mask: Any) -> bool:
+    """Return whether a mask is a block mask whose tiles exist when the call is resolved."""
+    return isinstance(mask, BlockMask) and facts_under_compile(mask) is None
+
+
 def _checks_values(request: Request) -> bool:
     """Return whether a mask of the library has to check its tensors at every call."""
     mask = formula_of(request.mask)
@@ -250,7 +255,7 @@ def _call_of(request: Request, captured: Captured) -> Call:
         q, request.k, request.v, request.sink,
         seed_of(request.seed, q.device) if request.dropout else None,
         captured,
-        mask.tiles if isinstance(mask, BlockMask) else None,
+        mask.tiles if _has_tiles(mask) else None,
         coords,
         kv=keys if type(keys) is KV else None,
     )  # fmt: skip
@@ -271,7 +276,7 @@ def _spec_inputs(
     if request.moves:
         capability = capability._replace(moves=True)
     tiles = None
-    if isinstance(mask, BlockMask):  # (`dynamic=True` makes symbols of numbers)
+    if _has_tiles(mask):  # (`dynamic=True` makes symbols of numbers)
         tiles = tuple([operator.index(n) for n in (*mask.shape[:2], *mask.tile)])
     return capability, (
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,

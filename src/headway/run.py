@@ -32,7 +32,7 @@ from .types import (
     acc_dtype,
     in_dtype,
     inlined_or_eager,
-    refuse_under_compile,
+    name_under_compile,
 )
 
 _Result = TypeVar("_Result", Tensor, Forward, Dual)
@@ -139,8 +139,8 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
             return compute(request, spec, call)
         return shards.as_dtensors(compute(request, spec, shards.local_call(call)))
     except Exception as error:
-        if is_compiling() and isinstance(error, HeadwayError):
-            refuse_under_compile(type(error), error.args[0])
+        if isinstance(error, HeadwayError):
+            name_under_compile(error)
         if type(request.keys) is Layouts and not is_compiling():
             tell_ranks(request.keys, error)
         if isinstance(error, CapturedIndexError):

@@ -192,15 +192,10 @@ def refuse_under_compile(error: type[HeadwayError], message: str) -> NoReturn:
 constant_under_compile(refuse_under_compile)
 
 
-def refuse_tracing(error: type[HeadwayError], name: str, instead: str) -> None:
-    """Refuse a function that `torch.compile` cannot trace; `inlined_or_eager` is to decorate it."""
-    if torch.compiler.is_dynamo_compiling():
-        refuse_under_compile(
-            error,
-            f"{name} computes from values of tensors, which torch.compile cannot trace; call it "
-            f"outside of what is compiled and pass the result in, {instead}, or compile without "
-            "fullgraph=True",
-        )
+def name_under_compile(error: HeadwayError) -> None:
+    """Raise an error that was caught, as `refuse_under_compile` does, if `torch.compile` traces."""
+    if torch.compiler.is_compiling():
+        refuse_under_compile(type(error), error.args[0])
 
 
 @lru_cache

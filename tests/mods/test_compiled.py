@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
 import headway as hw
-from headway.compat import flex
 from headway.errors import ArgumentError, ModError
 
 from .programs import asserts
@@ -260,35 +259,6 @@ def test_the_first_line_is_ours(name):
     with pytest.raises(kind) as error:
         torch.compile(lambda x: hw.attention(x, x, x, make(x)), backend="eager", fullgraph=True)(x)
     assert str(error.value).startswith(line)
-
-
-BLOCK_MASKS: dict[str, Callable[[Tensor], Any]] = {
-    "block_mask": lambda x: hw.attention(
-        x, x, x, mask=hw.block_mask(hw.causal(), 1, 1, x.shape[2], x.shape[2])
-    ),
-    "create_block_mask": lambda x: flex.flex_attention(
-        x,
-        x,
-        x,
-        block_mask=flex.create_block_mask(_causal, None, None, x.shape[2], x.shape[2], "cpu"),
-    ),
-    "create_mask": lambda x: flex.create_mask(_causal, None, None, x.shape[2], x.shape[2], "cpu"),
-}
-
-
-def _causal(b, h, i, j):
-    return i >= j
-
-
-@pytest.mark.parametrize("name", BLOCK_MASKS)
-def test_a_block_mask_is_built_outside_of_a_whole_graph(name):
-    """Compiled with a graph break; fullgraph=True refuses it in our words."""
-    step, x = BLOCK_MASKS[name], torch.randn(1, H, L, D, generator=_draw)
-    with pytest.raises(ModError) as error:
-        torch.compile(step, backend="eager", fullgraph=True)(x)
-    assert str(error.value).startswith(f"{name} computes from values of tensors")
-    torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(step, backend="eager")(x), step(x))
 
 
 def test_the_first_line_of_an_argument_error_is_ours():

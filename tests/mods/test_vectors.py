@@ -1,6 +1,7 @@
 """Short vectors, views of captured tensors and searches in a score or mask, against the function
 itself, called once per pair on PyTorch's own numbers."""
 
+import functools
 import math
 
 import pytest
@@ -81,6 +82,52 @@ def test_scores(name):
         zero = torch.zeros((), dtype=torch.float64)
         one, other = zero if one is None else one, zero if other is None else other
         torch.testing.assert_close(one, other.expand_as(one), rtol=1e-11, atol=1e-11)
+
+
+def _larger(a, c, s):
+    return torch.where(a >= c, s, s * 0.5)
+
+
+def _first_of(s, first, *rest):
+    return s * first + sum(rest)
+
+
+UNPACKED = {
+    "arguments": lambda s, b, h, i, j: _larger(*torch.stack([i, j]), s),
+    "a loop": lambda s, b, h, i, j: s + sum([n * t for n, t in enumerate(CUBE[h, :, j])]),
+    "the rest": lambda s, b, h, i, j: _first_of(s, *CUBE[h, :, j]),
+    "a list": lambda s, b, h, i, j: s + list(CUBE[h, :, j])[1] * torch.stack([*T[h], s]).sum(),
+    "rows": lambda s, b, h, i, j: s + sum([t * row[i % 2] for row in CUBE[h, 1:3] for t in row]),
+    "columns": lambda s, b, h, i, j: s + sum([t[h] * t.sum() for t in T.t() * 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, "compiled") for name in UNPACKED]
+    + [(name, way) for name in ("arguments", "a loop") for way in ("eager", "exported")],
+)
+def test_what_unpacks(name, way):
+    """A partial is recorded while Dynamo traces, which unpacks tensors by itself."""
+    score = functools.partial(UNPACKED[name])
+    right = pairs(score, Q @ K.mT / 2).softmax(-1) @ V
+    attend = lambda q: hw.attention(q, K.detach(), V, score)
+    if way == "compiled":
+        attend = torch.compile(attend, backend="eager", fullgraph=True)
+    if way == "exported":
+        attend = torch.export.export(Calls(attend), (Q,)).module()
+    out = attend(Q)
+    torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
+    grads = (torch.autograd.grad(x.sin().sum(), Q)[0] for x in (out, right))
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+
+
+class Calls(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, fn) -> None:
+        super().__init__()
+        self.forward = fn
 
 
 LONG = torch.randperm(128, generator=draw)

@@ -12,12 +12,14 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Shifted, show
-from ..mods.lowering import describe, restore
+from ..mods.lowering import describe, lower_mod, restore
 from ..mods.tracing.capture import collect_reads
-from ..types import PACKAGE, as_int
+from ..types import PACKAGE, as_int, refuse_under_compile
+from .build import cached_build
 from .provenance import Provenance, record_provenance
 from .runs import Runs, coarser, combine
 from .tiles import Tiles
+from .unbuilt import Unbuilt, dense_tiles, facts_under_compile
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,7 +30,8 @@ class BlockMask:
     - `shape`: `(b, h, q_len, kv_len)`; b and h may be 1 and then hold for every batch or head.
     - `tile`: `(tile_q, tile_kv)`.
     - `tiles`: the runs of full and partial tiles, int32.
-    - `decided`: the provenance of the tiles; None where the caller made them.
+    - `decided`: the provenance of the tiles; None where the caller made them; `Unbuilt` where
+      compiled code made the block mask, until you read `tiles`.
 
     A call refuses a block mask whose mask captures other tensors now, or one that was written to
     since: build it again then. It does not notice the writes that `clear_block_cache` names, nor
@@ -40,15 +43,33 @@ class BlockMask:
     shape: tuple[int, int, int, int]
     tile: tuple[int, int]
     tiles: Tiles
-    decided: Provenance | None = None
+    decided: Provenance | Unbuilt | None = None
 
     def __post_init__(self) -> None:
-        if self.decided is not None and not torch.compiler.is_compiling():
+        if isinstance(self.decided, Provenance) and not torch.compiler.is_compiling():
             record_provenance(self.tiles, self.decided)
+
+    def __getattr__(self, name: str) -> Any:
+        """Build the tiles of an unbuilt block mask."""
+        if name != "tiles":
+            raise AttributeError(f"BlockMask has no attribute {name!r}")
+        if torch.compiler.is_compiling():
+            refuse_under_compile(
+                ArgumentError,
+                "the tiles of a block mask that compiled code makes are known when the program "
+                "runs; read to_dense(), or build the block mask outside of what is compiled",
+            )
+        assert isinstance(self.decided, Unbuilt)
+        graph, captured = lower_mod("mask", self.mask, torch.float32)
+        tiles, b, h = cached_build(graph, captured, self.shape, self.tile, self.decided.device)
+        provenance = Provenance(graph, captured.tensors)
+        _set_fields(self, tiles=tiles, shape=(b, h, *self.shape[2:]), decided=provenance)
+        self.__post_init__()
+        return tiles
 
     def check_decided(self, formula: str | None, tensors: Sequence[Tensor]) -> None:
         """Check that the tiles are those of a mask with this formula and these tensors."""
-        if self.decided is not None:
+        if isinstance(self.decided, Provenance):
             self.decided.check_call(formula, tensors)
 
     def check_rows(self, b: int, h: int) -> None:
@@ -72,16 +93,17 @@ class BlockMask:
         """Return the provenance of a block mask that is derived from this one and others."""
         provenances = [m.decided for m in (self, *others) if m.decided is not None]
         if not provenances or torch.compiler.is_compiling():
-            return self.decided if mask is self.mask else None
+            return self.decided if mask is self.mask else None  # type: ignore[return-value]
         for provenance in provenances:
             provenance.check()
         return Provenance.of(mask)
 
     def __getstate__(self) -> dict:
         """Return the state without version counters, which count in one process only."""
+        tiles = self.tiles  # before what they were derived from
         if self.decided is not None:
             self.decided.check()
-        return self.__dict__ | {"decided": self.decided is not None}
+        return self.__dict__ | {"tiles": tiles, "decided": self.decided is not None}
 
     def __setstate__(self, state: dict) -> None:
         provenance = Provenance.of(state["mask"]) if state.pop("decided", False) else None
@@ -95,7 +117,8 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        return self.tiles.row_order.device
+        decided = self.decided
+        return decided.device if isinstance(decided, Unbuilt) else self.tiles.row_order.device
 
     # -- what it holds -----------------------------------------------------------------------------
 
@@ -114,9 +137,9 @@ class BlockMask:
     def to_dense(self) -> Tensor:
         """Return uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
         rows, cols = self.grid
-        state = self.tiles.rows_full.dense(cols).to(torch.uint8) * 2
-        state += self.tiles.rows_partial.dense(cols)
-        return state.view(*self.shape[:2], rows, cols)
+        if facts_under_compile(self) is not None:
+            return dense_tiles(self)
+        return self.tiles.dense(cols).view(*self.shape[:2], rows, cols)
 
     def name(self) -> str:
         """Return the mask as it prints: `causal() & sliding_window(1024)`, or a function's name."""
@@ -192,6 +215,13 @@ class BlockMask:
         index = (*index, *[slice(None)] * (4 - len(index)))
         names = "batch", "head", "query tile", "key tile"
         (b0, b1), (h0, h1), (r0, r1), (c0, c1) = map(_limits, index, sizes, names)
+        q0, q1 = (min(n * self.tile[0], self.shape[2]) for n in (r0, r1))
+        kv0, kv1 = (min(n * self.tile[1], self.shape[3]) for n in (c0, c1))
+        offsets = (b0, h0, q0, kv0)
+        mask = Shifted(self.mask, *offsets) if any(offsets) else self.mask
+        shape = b1 - b0, h1 - h0, q1 - q0, kv1 - kv0
+        if (unbuilt := facts_under_compile(self)) is not None:
+            return unbuilt_mask(mask, shape, self.tile, unbuilt)
         t = self.tiles
         rows = self._tile_rows(range(b0, b1), range(h0, h1), range(r0, r1), self.grid[0])
         cols = self._tile_rows(range(b0, b1), range(h0, h1), range(c0, c1), self.grid[1])
@@ -199,11 +229,6 @@ class BlockMask:
             t.rows_full.take(rows).cut(c0, c1), t.rows_partial.take(rows).cut(c0, c1),
             t.cols_full.take(cols).cut(r0, r1), t.cols_partial.take(cols).cut(r0, r1),
         )  # fmt: skip
-        q0, q1 = (min(n * self.tile[0], self.shape[2]) for n in (r0, r1))
-        kv0, kv1 = (min(n * self.tile[1], self.shape[3]) for n in (c0, c1))
-        offsets = (b0, h0, q0, kv0)
-        mask = Shifted(self.mask, *offsets) if any(offsets) else self.mask
-        shape = b1 - b0, h1 - h0, q1 - q0, kv1 - kv0
         return BlockMask(mask, shape, self.tile, tiles, self._derived_provenance(mask))
 
     def __and__(self, other: "BlockMask") -> "BlockMask":
@@ -225,6 +250,10 @@ class BlockMask:
         mask, join = kind(self.mask, other.mask), operator.and_ if sign == "&" else operator.or_
         pairs = zip(self.shape[:2], other.shape[:2], strict=True)
         b, h = (a if c == 1 else c for a, c in pairs)
+        shape = (b, h, *self.shape[2:])
+        facts, of_other = facts_under_compile(self), facts_under_compile(other)
+        if facts is not None and of_other is not None:
+            return unbuilt_mask(mask, shape, self.tile, facts.joined(of_other))
         self_runs, other_runs = self._expanded(b, h), other._expanded(b, h)
         full = lambda a, a_part, b, b_part: join(a, b)
         live = lambda a, a_part, b, b_part: join(a | a_part, b | b_part)
@@ -233,7 +262,7 @@ class BlockMask:
             select_runs = combine([*self_runs[n : n + 2], *other_runs[n : n + 2]], width)
             runs.append(select_runs(lambda covered: full(*covered)))
             runs.append(select_runs(lambda covered: live(*covered) & ~full(*covered)))
-        shape, provenance = (b, h, *self.shape[2:]), self._derived_provenance(mask, other)
+        provenance = self._derived_provenance(mask, other)
         return BlockMask(mask, shape, self.tile, Tiles.of_runs(*runs), provenance)
 
     def _tile_rows(self, b: range, h: range, tile_rows: range, row_count: int) -> Tensor:
@@ -262,6 +291,8 @@ class BlockMask:
             raise ArgumentError(
                 f"tile={requested!r} must be multiples of the current tile {self.tile}"
             )
+        if (unbuilt := facts_under_compile(self)) is not None:
+            return unbuilt_mask(self.mask, self.shape, tile, unbuilt)
         (rows, cols), t = self.grid, self.tiles
         by_q, by_kv = tile[0] // self.tile[0], tile[1] // self.tile[1]
         runs = (*coarser(t.rows_full, t.rows_partial, (rows, cols), (by_q, by_kv)),
@@ -273,6 +304,14 @@ class BlockMask:
     def to(self, device: torch.device | str) -> "BlockMask":
         """Return a copy on another device, with the tensors that the mask's library values hold."""
         device = torch.device(device)
+        if facts_under_compile(self) is not None:
+            if device == self.device:
+                return self
+            refuse_under_compile(
+                ArgumentError,
+                f"compiled code that makes a block mask on {self.device} cannot move it to "
+                f"{device}; pass device= to block_mask",
+            )
         parts = describe(self.mask)
         for fn in parts.functions:
             for _, t in collect_reads(fn).tensors:
@@ -291,11 +330,12 @@ class BlockMask:
 
         **Raises:** `ArgumentError` for a mask with a Python function in it, which no file holds.
         """
+        tiles = self.tiles  # before what they were derived from
         if self.decided is not None:
             self.decided.check()
         from . import file
 
-        file.save(path, self.mask, self.shape, self.tile, self.tiles)
+        file.save(path, self.mask, self.shape, self.tile, tiles)
 
     @staticmethod
     def load(path: str | PathLike, device: torch.device | str = "cpu") -> "BlockMask":
@@ -306,6 +346,20 @@ class BlockMask:
         from . import file
 
         return BlockMask(*file.load(path, device))
+
+
+def unbuilt_mask(
+    mask: MaskFn, shape: tuple[int, int, int, int], tile: tuple[int, int], decided: Unbuilt
+) -> BlockMask:
+    """Return a block mask of compiled code, whose tiles are built when they are first read."""
+    block_mask = object.__new__(BlockMask)
+    _set_fields(block_mask, mask=mask, shape=shape, tile=tile, decided=decided)
+    return block_mask
+
+
+def _set_fields(block_mask: BlockMask, **fields: Any) -> None:
+    for name, item in fields.items():
+        object.__setattr__(block_mask, name, item)
 
 
 def tile_of(tile: Any, name: str = "tile") -> tuple[int, int]:
@@ -348,6 +402,8 @@ def _limits(index: int | slice, size: int, name: str) -> tuple[int, int]:
         return position % size, position % size + 1
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise ArgumentError(f"{name} index {index!r} must be a number or a slice without a step")
+    if index.start is index.stop is None:  # (Dynamo makes a constant of a size in `indices`)
+        return 0, size
     start, stop, _ = index.indices(size)
     return start, max(start, stop)
 

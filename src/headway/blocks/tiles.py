@@ -44,6 +44,10 @@ class Tiles(NamedTuple):
         a, b, c, d = (Runs(*tensors[n : n + 3]) for n in (0, 3, 6, 9))
         return Tiles(a, b, c, d, *tensors[12:])
 
+    def dense(self, cols: int) -> Tensor:
+        """Return uint8 `(rows, cols)`: 0 empty, 1 partial, 2 full."""
+        return self.rows_full.dense(cols).to(torch.uint8) * 2 + self.rows_partial.dense(cols)
+
     @staticmethod
     def of_runs(
         rows_full: Runs, rows_partial: Runs, cols_full: Runs, cols_partial: Runs

@@ -18,17 +18,16 @@ from torch import Tensor
 
 from ..api import block_mask as _block_mask
 from ..arguments import flag_of, shown
-from ..errors import ArgumentError
+from ..errors import ArgumentError, HeadwayError
 from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..run import run, run_out
-from ..types import Request, inlined_or_eager, refuse_tracing
+from ..types import Request, inlined_or_eager, name_under_compile
 from .errors import (
     CallAssertionError,
     CallAttributeError,
     CallError,
-    CallModError,
     CallTypeError,
     NotSupported,
     as_call_error,
@@ -117,7 +116,11 @@ def flex_attention(
     """
     enable_gqa = flag_of("enable_gqa", enable_gqa)
     return_lse = flag_of("return_lse", return_lse)
-    _check(query, key, value, block_mask, enable_gqa)
+    try:
+        _check(query, key, value, block_mask, enable_gqa)
+    except HeadwayError as error:
+        name_under_compile(error)
+        raise
     if return_lse and return_aux is not None:
         raise ArgumentError(
             "Cannot specify both return_lse and return_aux; return_aux=AuxRequest(lse=True) is the "
@@ -172,8 +175,7 @@ def create_block_mask(
 
     **Raises:** `ModError` for a mask that cannot be traced.
     """
-    refuse_tracing(CallModError, "create_block_mask", "pass mask_mod as mask= to headway.attention")
-    if _positional(mask_mod) != 4:
+    if not torch.compiler.is_compiling() and _positional(mask_mod) != 4:  # (lowering checks it)
         raise CallAssertionError(
             "create_block_mask needs a mask of four arguments (b, h, q_idx, kv_idx), got "
             f"{shown(mask_mod)}"
@@ -203,8 +205,10 @@ def create_mask(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return the square of a mask, or where a score is not -inf: bool `(B, H, Q_LEN, KV_LEN)`."""
-    refuse_tracing(CallModError, "create_mask", "call the function on index tensors")
     shape = _sizes(B, H, Q_LEN, KV_LEN)
+    if torch.compiler.is_compiling():
+        pairs = _block_mask(mod_fn, *shape, device=_device(device), tile=1).to_dense()
+        return (pairs == 2).expand(shape).clone()
     kind = {4: "mask", 5: "score"}.get(_positional(mod_fn))
     if kind is None:
         raise CallAssertionError(f"Expected 4 or 5 positional arguments, got {mod_fn}")

@@ -1,13 +1,15 @@
 """The lists of blocks of PyTorch's `BlockMask`: sizes, orders, and the state of each block."""
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..caches import version_of
 from ..errors import ArgumentError
+from ..mods import Mask
+from ..mods.base import MaskFn, value
 from ..surroundings import capturing
 from ..types import as_int
 from .errors import CallAssertionError, CallError, CallTypeError
@@ -15,6 +17,32 @@ from .errors import CallAssertionError, CallError, CallTypeError
 KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 WRITE_ORDERS = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
+
+
+@value
+class in_blocks(Mask):
+    """True in full blocks, `mask` in partial ones, False in the rest.
+
+    - `state`: uint8 `(b or 1, h or 1, block rows, block columns)`: 0 empty, 1 partial, 2 full.
+    - `_varies`: "bh", with "1" for a dimension of `state` that has size 1.
+    """
+
+    mask: MaskFn
+    state: Tensor
+    block_q: int
+    block_kv: int
+    _varies: str
+
+    def __init__(self, mask: MaskFn, state: Tensor, block: tuple[int, int]) -> None:
+        sizes = zip("bh", state.shape, strict=False)
+        varies = "".join([n if size > 1 else "1" for n, size in sizes])
+        self._set(mask=mask, state=state, block_q=block[0], block_kv=block[1], _varies=varies)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        at = {"b": b, "h": h, "1": 0}
+        leading = [at[name] for name in self._varies]
+        state = self.state[(*leading, q_idx // self.block_q, kv_idx // self.block_kv)]
+        return (state == 2) | ((state == 1) & self.mask(b, h, q_idx, kv_idx))
 
 
 def block_pair(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -74,6 +102,15 @@ def refuse_write_order(*orders: Any) -> None:
         )
 
 
+def refuse_unknown_time() -> NoReturn:
+    """Refuse blocks that compiled code returned, and that may be older than what the mask reads."""
+    raise ArgumentError(
+        "this block mask was cut from another in compiled code, which does not say when its blocks "
+        "were found; use it there, or return the whole and cut it outside, or set mask_mod if you "
+        "vouch for the blocks"
+    )
+
+
 def state_of_lists(lists: Any, columns: int) -> Tensor:
     """Return the state of lists, uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
     num_blocks, indices, full_num, full_indices = lists
@@ -106,6 +143,9 @@ def is_recorded(lists: Tensor) -> bool:
 
 
 def version_of_list(tensor: Tensor | None) -> float:
-    """Return a number that changes with every write; NaN for tensors that count no writes."""
+    """Return a number that changes with every write; NaN for tensors that count no writes, and in
+    compiled code, which cannot read the counter."""
+    if torch.compiler.is_compiling():
+        return math.nan
     version = -1 if tensor is None else version_of(tensor)
     return math.nan if version is None else version

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..blocks import BlockMask as TileMask
-from ..blocks import Provenance, from_dense
+from ..blocks import Provenance, Unbuilt, from_dense
 from ..caches import TensorCache
 from ..errors import ArgumentError
 from ..mods import Mask
-from ..mods.base import MaskFn, value
+from ..mods.base import MaskFn
 from ..types import PACKAGE
 from .errors import CallError, CallTypeError
 from .flex_lists import (
@@ -24,9 +24,11 @@ from .flex_lists import (
     absent_lists,
     block_pair,
     count_columns,
+    in_blocks,
     is_recorded,
     length_of,
     mark_ragged_edges,
+    refuse_unknown_time,
     refuse_write_order,
     state_of_lists,
     version_of_list,
@@ -45,32 +47,6 @@ def sliced_mask(*_: Tensor) -> Tensor:
         "Cannot use mask_mod from a sliced BlockMask: set block_mask.mask_mod to one that sees the "
         "positions of the part, and block_mask.seq_lengths to its lengths"
     )
-
-
-@value
-class in_blocks(Mask):
-    """True in full blocks, `mask` in partial ones, False in the rest.
-
-    - `state`: uint8 `(b or 1, h or 1, block rows, block columns)`: 0 empty, 1 partial, 2 full.
-    - `_varies`: "bh", with "1" for a dimension of `state` that has size 1.
-    """
-
-    mask: MaskFn
-    state: Tensor
-    block_q: int
-    block_kv: int
-    _varies: str
-
-    def __init__(self, mask: MaskFn, state: Tensor, block: tuple[int, int]) -> None:
-        sizes = zip("bh", state.shape, strict=False)
-        varies = "".join([n if size > 1 else "1" for n, size in sizes])
-        self._set(mask=mask, state=state, block_q=block[0], block_kv=block[1], _varies=varies)
-
-    def __call__(self, b, h, q_idx, kv_idx):
-        at = {"b": b, "h": h, "1": 0}
-        leading = [at[name] for name in self._varies]
-        state = self.state[(*leading, q_idx // self.block_q, kv_idx // self.block_kv)]
-        return (state == 2) | ((state == 1) & self.mask(b, h, q_idx, kv_idx))
 
 
 class BlockMask:
@@ -122,7 +98,7 @@ class BlockMask:
 
     # The mask and the versions of its tensors that the blocks were derived from. None where the
     # caller vouches for the blocks: by passing or writing lists, or by setting the mask.
-    _provenance: Provenance | None = None
+    _provenance: Provenance | Unbuilt | None = None
 
     def _set(self, state, lengths, block, mask_mod, tiles, absent=frozenset()) -> "BlockMask":
         self._state: Tensor | None = state  # uint8 (..., rows, columns): 0 empty, 1 partial, 2 full
@@ -148,8 +124,12 @@ class BlockMask:
         block_mask._batch, block_mask._provenance = batch, tiles.decided
         return block_mask
 
-    def _checked_provenance(self) -> Provenance | None:
-        """Return the provenance; raise if a tensor of the mask was written to since."""
+    def _checked_provenance(self) -> Provenance | Unbuilt | None:
+        """Return the provenance; raise if a tensor of the mask was written to since, or may be."""
+        if isinstance(self._provenance, Unbuilt) and not torch.compiler.is_compiling():
+            if self._tiles is None:
+                refuse_unknown_time()
+            self._known_state()
         if self._provenance is not None:
             self._provenance.check()
         return self._provenance
@@ -239,13 +219,20 @@ class BlockMask:
         self._apply_list_writes()
         return self._known_state()
 
+    def _own_state(self) -> Tensor:
+        """Return `_current_state` with the dimensions of the lists, which need not have b and h."""
+        state = self._current_state()
+        return state.reshape(*self._batch, *state.shape[-2:])
+
     def _known_state(self) -> Tensor:
         """Return the state of every block without writes that are not applied yet."""
-        if self._state is None:
+        state = self._state
+        if state is None:
             assert self._tiles is not None
             state = mark_ragged_edges(self._tiles.to_dense(), self._seq_lengths, self._block)
-            self._state = state.expand(*self._batch, -1, -1)
-        state = self._state
+            state = state.expand(*self._batch, -1, -1)
+            if not torch.compiler.is_compiling():  # the tiles may be built later
+                self._state, self._provenance = state, self._tiles.decided
         return state.reshape(*[1] * (4 - state.dim()), *state.shape) if state.dim() < 4 else state
 
     @property
@@ -255,7 +242,7 @@ class BlockMask:
 
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskFn) -> None:
-        self._current_state()  # the tiles, which are dropped, may be all there is
+        self._state = self._own_state()  # the tiles, which are dropped, may be all there is
         self._checked_provenance()
         self._mask_mod, self._tiles, self._provenance = mask_mod, None, None
 
@@ -266,7 +253,7 @@ class BlockMask:
 
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
-        self._current_state()  # the tiles, which are dropped, may be all there is
+        self._state = self._own_state()  # the tiles, which are dropped, may be all there is
         self._seq_lengths, self._tiles = tuple(lengths), None
 
     @property
@@ -297,6 +284,8 @@ class BlockMask:
 
     def _apply_list_writes(self) -> None:
         """Update the state from lists that were set or written to; refuse lists that disagree."""
+        if not self._shared_lists and not self._outdated_lists:
+            return
         self._outdated_lists = [entry for entry in self._outdated_lists if entry[1]() is not None]
         for name, former, version in self._outdated_lists:
             if version_of_list(former()) != version:
@@ -365,8 +354,7 @@ class BlockMask:
 
     def to_dense(self) -> Tensor:
         """int32 `(b, h, rows, columns)`: 1 where a block is not empty."""
-        self._current_state()
-        return (self._state > 0).to(torch.int32)  # type: ignore[operator]
+        return (self._own_state() > 0).to(torch.int32)
 
     def to_string(self, grid_size: tuple[int, int] | int = (20, 20), limit: int = 4) -> str:
         """The blocks of at most `limit` batches and heads as text of a limited number of lines."""
@@ -427,9 +415,7 @@ class BlockMask:
         if len(index) > 3:
             raise IndexError("too many indices for a BlockMask: batch, head, query block")
         keep = lambda i, n: slice(i % n, i % n + 1) if isinstance(i, int) and -n <= i < n else i
-        self._current_state()
-        state = self._state
-        assert state is not None
+        state = self._own_state()
         at = tuple(keep(i, n) for i, n in zip(index, state.shape, strict=False))
         return self._with(state[at], self._seq_lengths, sliced_mask)
 
@@ -449,10 +435,16 @@ class BlockMask:
 
     def partial_only(self) -> "BlockMask":
         """The same with full blocks called partial."""
+        absent = self._absent_lists.union(KV_LISTS[2:], Q_LISTS[2:])
+        if torch.compiler.is_compiling():
+            partial = self._with(
+                self._current_state().clamp(max=1), self._seq_lengths, self._mask_mod
+            )
+            partial._absent_lists = absent
+            return partial
         tiles = self.tiles
         state = tiles.to_dense().clamp(max=1)
         only = from_dense(state, tiles.mask, tiles.shape[2:], tiles.tile)
-        absent = self._absent_lists.union(KV_LISTS[2:], Q_LISTS[2:])
         return BlockMask.of_tiles(replace(only, decided=tiles.decided), self._batch, absent)
 
     def to(self, device: torch.device | str) -> "BlockMask":
@@ -499,6 +491,8 @@ def as_tiles(mask: Any) -> TileMask | Mask:
     ours = isinstance(mask, BlockMask)
     refuse_sliced(mask)
     if ours and not mask._shared_lists:  # no one else can write to its blocks
+        if mask._tiles is None and torch.compiler.is_compiling():
+            return in_blocks(mask.mask_mod, mask._current_state(), mask.BLOCK_SIZE)
         return mask.tiles
     lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in KV_LISTS]
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE

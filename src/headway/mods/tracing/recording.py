@@ -74,9 +74,10 @@ class FunctionRecorder(TorchFunctionMode):
 
     def __init__(self, kind: str, dtype: torch.dtype, factors: list[Tensor]) -> None:
         super().__init__()
-        self.kind, self.dtype, self.device = kind, dtype, factors[0].device
-        self.factors = factors
+        self.kind, self.dtype, self.factors = kind, dtype, factors
+        self.device = factors[0].device if factors else "cpu"
         self.numbers: dict[Tensor, int] = {}  # of every tensor; the symbols have the first
+        self.nodes: dict[str | None, Reference] = {}  # tensors by their node in Dynamo's graph
         self.calls: list[tuple] = []
         self.captured: list[Tensor] = []
         self.ints: list[Any] = []  # symbols of Dynamo's
@@ -92,7 +93,7 @@ class FunctionRecorder(TorchFunctionMode):
             symbols.append(torch.stack(sums).sum())
         symbols += [torch.empty((), dtype=torch.int64, device="meta") for _ in POSITIONS]
         for symbol in symbols:
-            self.numbers[symbol] = len(self.numbers)
+            self.bind(symbol)
         name_failures(self.kind)
         with self:
             result = fn(*symbols)
@@ -100,10 +101,7 @@ class FunctionRecorder(TorchFunctionMode):
 
     def recording(self, output: Reference, symbolic: bool) -> tuple:
         """Return the fields of a `Recording`; Dynamo guards the numbers that are not symbolic."""
-        captured = [
-            (self.numbers[t], t.dtype, tuple([n if is_static(n) else -1 for n in t.shape]))
-            for t in self.captured
-        ]
+        captured = [(self.numbers[t], t.dtype, _constant_shape(t)) for t in self.captured]
         return (
             tuple(self.calls), output, tuple(captured),
             tuple([None if symbolic else operator.index(n) for n in self.ints]),
@@ -120,6 +118,9 @@ class FunctionRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if name_of(func) in _READS:
             refuse_read(self.kind, name_of(func))
+        if func is Tensor.__iter__:  # (Dynamo does not call it)
+            item = functools.partial(self.__torch_function__, Tensor.__getitem__, types)
+            return iter([item((args[0], n)) for n in range(args[0].shape[0])])
         if func is Tensor.__getitem__ or func is operator.getitem:  # (the latter: torch.export)
             result = _indexed(args[0], args[1])
         else:
@@ -128,12 +129,26 @@ class FunctionRecorder(TorchFunctionMode):
             return result
         references = self.reference(args)
         named = [(name, self.reference(value)) for name, value in kwargs.items()]
+        self.record(func, references, tuple(named), result)
+        return result
+
+    def record(self, func: Callable, args: Reference, named: tuple, result: Any) -> None:
+        """Write down a call of PyTorch."""
         # Inside a caller's no_grad there is no derivative that the function could cut.
         grad_enabled = torch.is_grad_enabled() or not self.grad_enabled
-        self.calls.append(
-            (func, references, tuple(named), self.bind(result), grad_enabled, traced_line())
-        )
-        return result
+        self.calls.append((func, args, named, self.bind(result), grad_enabled, traced_line()))
+
+    def record_item(self, item: Tensor) -> bool:
+        """Write down how Dynamo took a tensor from another (`a, c = t`, `for x in t`), which no
+        function mode sees; return whether it did."""
+        index: list[int] = []
+        for node, place in path_of_item("item"):
+            index.insert(0, place)
+            if node in self.nodes:
+                args = "tuple", (self.nodes[node], ("constant", tuple(index)))
+                self.record(Tensor.__getitem__, args, (), item)
+                return True
+        return False
 
     def reference(self, value: Any) -> Reference:
         """Return the reference of a value; a tensor that was not seen before is captured."""
@@ -141,9 +156,10 @@ class FunctionRecorder(TorchFunctionMode):
             refuse_value(self.kind, "NumPy's")
         if isinstance(value, Tensor):
             if value not in self.numbers:
-                if value.device.type == "meta":
+                if value.device.type != "meta":
+                    self.captured.append(value)
+                elif not self.record_item(value):
                     refuse_value(self.kind, "the result of an autograd Function, or of other code")
-                self.captured.append(value)
             return self.bind(value)
         if isinstance(value, _SEQUENCES):
             kind = "list" if isinstance(value, list) else "tuple"
@@ -165,10 +181,17 @@ class FunctionRecorder(TorchFunctionMode):
         if isinstance(value, Tensor):
             if value not in self.numbers:
                 self.numbers[value] = len(self.numbers)
-            return "tensor", (self.numbers[value], value.dtype)
+            reference = "tensor", (self.numbers[value], value.dtype)
+            self.nodes[node_of("value")] = reference
+            return reference
         if isinstance(value, _SEQUENCES):
             return "tuple", tuple([self.bind(item) for item in value])
         return "constant", None
+
+
+def _constant_shape(t: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor, -1 for symbols (which may have become constants)."""
+    return tuple([operator.index(n) if is_static(n) else -1 for n in t.shape])
 
 
 def is_static(number: Any) -> bool:
@@ -262,6 +285,27 @@ def _failure(error: Exception) -> str:
     )
 
 
+def _graph_node(name: str) -> Any:
+    """Return the node in Dynamo's graph of a tensor that a local of the traced frame holds."""
+    tx = current_frame()
+    return None if tx is None else tx.symbolic_locals[name].as_proxy().node
+
+
+def node_of(name: str) -> str | None:
+    """Return the name of the node in Dynamo's graph of a tensor that a local holds."""
+    node = _graph_node(name)
+    return None if node is None else node.name
+
+
+def path_of_item(name: str) -> tuple[tuple[str, int], ...]:
+    """Return the nodes that the tensor in a local is an item of an item of, with its places."""
+    path, node = [], _graph_node(name)
+    while node is not None and node.target is operator.getitem and type(node.args[1]) is int:
+        path.append((node.args[0].name, node.args[1]))
+        node = node.args[0]
+    return tuple(path)
+
+
 def refuse_read(kind: str, name: str) -> None:
     """Refuse a function that reads the value of a tensor."""
     refuse_under_compile(
@@ -282,7 +326,9 @@ def refuse_value(kind: str, what: str) -> None:
     )
 
 
-for _function in (name_of, traced_line, name_failures, refuse_read, refuse_value):
+for _function in (
+    name_of, traced_line, name_failures, node_of, path_of_item, refuse_read, refuse_value,
+):  # fmt: skip
     constant_under_compile(_function)
 
 
