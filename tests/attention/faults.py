@@ -471,8 +471,8 @@ class NoDerivativeOfScore(Right):
     def backward(self, spec, call, out, lse, dout, dlse, needs):
         through = reference._score_gradients
 
-        def identity(spec, call, s, kept, dt, needs):
-            return dt, through(spec, call, s, kept, dt, needs)[1]
+        def identity(spec, call, s, kept, dt, dnumber, needs):
+            return dt, through(spec, call, s, kept, dt, dnumber, needs)[1]
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "_score_gradients", identity)

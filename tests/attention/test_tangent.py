@@ -123,9 +123,9 @@ def test_a_mean_subtracted_at_the_end_is_found(monkeypatch):
     def error(tangent: Tensor) -> float:
         return ((tangent.double() - exact).abs().max() / exact.abs().max()).item()
 
-    def add(sums, t, t_tangent):
+    def add(sums, t, t_tangent, observed):
         """Of published kernels: P T' goes into its product with the mean of T' in it."""
-        p, _ = plain(sums, t, torch.zeros_like(t_tangent))
+        p, _ = plain(sums, t, torch.zeros_like(t_tangent), observed)
         weights = p * t_tangent
         mean = getattr(sums, "sum", 0.0)
         sums.sum = mean + weights.sum(-1, keepdim=True)

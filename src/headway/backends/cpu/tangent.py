@@ -45,7 +45,7 @@ class _RowSums:
         if self.moment is not None:  # t is now p (T − m), or p f
             of_block = t.mul_(t_tangent)
             if observed:  # where p is 0, f may be infinite or NaN
-                of_block.addcmul_(p, torch.as_tensor(observed[1], dtype=p.dtype))
+                of_block.addcmul_(p, torch.as_tensor(observed[1], dtype=p.dtype, device="cpu"))
                 of_block.masked_fill_(p == 0, 0)
             self.moment_tangent.mul_(rescale).add_(of_block.sum(-1, keepdim=True))
         p_tangent = t_tangent.mul_(p)

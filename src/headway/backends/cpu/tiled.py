@@ -338,7 +338,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = (by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v))
     k, v = k[:, 0], v[:, 0]
     sink = sinks_by_row(call.sink, b, hk, g, acc)
-    observing = observes(spec)
+    observing = spec.entropy and observes(spec)
     empty = partial(torch.empty, device="cpu")
     out = empty(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
     lse, row_max, entropy = (empty(b * hk, g, q_len, dtype=acc) for _ in range(3))

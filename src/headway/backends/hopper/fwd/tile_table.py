@@ -42,7 +42,7 @@ class TileTable:
         """Make the table. On a GPU a process would load 20 of PyTorch's kernels for it, 0.2 s of a
         first call; where one table is enough for all calls, it is made on the CPU."""
         device = self.schedules.plan.device
-        if self.schedules.plan.constant_tiles:
+        if device.type == "cuda" and self.schedules.plan.constant_tiles:
             schedule, _ = schedule.of([tensor.cpu() for tensor in schedule.tensors()])
         return tile_table(schedule, self.schedules.sub, *self.sizes).to(device)
 
