@@ -30,7 +30,7 @@ blocks first, then full ones, each kind from the last to the first.
 from .. import config
 from ..device.affine_score import affine_scores, slope_lhs, slope_rhs, wgmma_slope
 from ..device.dropout import draw_ones, drop, drop_pairs, kept_one_by_one, load_seed
-from ..device.gluon_compat import gl, gluon, inline_ptx, tma_store_wait, warpgroup_mma_wait
+from ..device.gluon_compat import gl, gluon, tma_store_wait, warpgroup_mma_wait
 from ..device.hoisted import (
     HoistedColumns,
     HoistedRows,
@@ -346,13 +346,8 @@ def attend_block(
     """
     ops, tile, previous = context
     LIVE: gl.constexpr = live_columns(CONFIG, False, PARTIAL)
+    # Drawn before S: behind P V it does not hide (docs/lab/forward.md, 2026-11-28).
     ones = draw_block(tile, n, LIVE, CONFIG)
-    if CONFIG.in_sixteens:  # noqa: SIM102
-        # Never true. With this branch ptxas makes the calls of Philox between the WGMMAs of S, and
-        # without it before the turn at the tensor cores. Forward of 8k tokens on an H200, of no
-        # dropout: 0.637 and 0.631; 0.524 with the calls behind P V.
-        if n >= tile.kv_len:
-            inline_ptx("nanosleep.u32 1; mov.u32 $0, $1;")
     s, pending = issue_qk_pv(ops, state.acc, state.p, state.k_at, state.v_at, LIVE, CONFIG)
     state = SoftmaxState(
         acc=pending, m=state.m, l=state.l, moment=state.moment, max_s=state.max_s,
