@@ -1,15 +1,20 @@
 """Block masks that compiled code makes, cuts, looks at and returns, with `fullgraph=True`: what the
-mask keeps, against dense attention in float64, in no more graphs than FlexAttention compiles."""
+mask keeps, against dense attention in float64, in no more graphs than FlexAttention compiles.
+
+A compilation takes a second. Cases share one where they can, and each takes one choice of many: of
+static and dynamic sizes, of the ways to read a mask. Tests marked `long` take all."""
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._inductor import config
 from torch.nn.attention import flex_attention as original
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +25,9 @@ from headway.errors import ArgumentError, HeadwayError
 B, H, L, D = 3, 2, 70, 8
 SIZES = (4, 60), (4, 70), (3, 70), (2, 90), (3, 100)  # batches and lengths
 TILE = 32
-_draw = torch.Generator().manual_seed(0)
+long = pytest.mark.long
+# Inductor calls PyTorch for every operator, where it can: its C++ takes seconds to compile.
+PLAIN = {"fallback_by_default": True} if hasattr(config, "fallback_by_default") else {}
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +36,15 @@ def _no_graphs():
 
 
 def _inputs(b: int = B, length: int = L, grad: bool = True) -> tuple[Tensor, Tensor]:
-    x = torch.randn(b, H, length, D, generator=_draw, requires_grad=grad)
-    return x, torch.randint(0, 3, (b, length), generator=_draw).sort(-1).values
+    x = torch.randn(b, H, length, D, requires_grad=grad)
+    return x, torch.randint(0, 3, (b, length)).sort(-1).values
+
+
+def _shuffled(names: Any) -> list[str]:
+    """Return the names in a new order, and print its seed, which pytest shows if the test fails."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"the order of random.Random({seed})")
+    return random.Random(seed).sample(list(names), len(names))
 
 
 def _kept(ids: Tensor) -> Tensor:
@@ -96,15 +110,30 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_what_it_keeps(name):
-    def step(x: Tensor, ids: Tensor) -> Tensor:
-        return flex.flex_attention(x, x, x, block_mask=MASKS[name](x, ids))
+def _check_masks(names: list[str], dynamic: bool | None, sizes: Any) -> None:
+    def step(x: Tensor, ids: Tensor) -> list[Tensor]:
+        return [flex.flex_attention(x, x, x, block_mask=MASKS[n](x, ids)) for n in names]
 
-    compiled = torch.compile(step, backend="eager", fullgraph=True)
-    for b, length in SIZES[1:4:2]:
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=dynamic)
+    for b, length in sizes:
         x, ids = _inputs(b, length)
-        _check(compiled(x, ids), _dense(x, x, _kept(ids)), x)
+        for name, out in zip(names, compiled(x, ids), strict=True):
+            print(name)
+            _check(out, _dense(x, x, _kept(ids)), x)
+
+
+def test_what_it_keeps():
+    names = _shuffled(MASKS)
+    _check_masks(names[:2], True, SIZES[1:4:2])
+    static = [name for name in names[2:] if name not in RETURNED]  # whose static sizes are below
+    _check_masks(static, False, SIZES[1:2])
+
+
+@long
+@pytest.mark.parametrize("name", MASKS)
+def test_what_each_keeps(name):
+    _check_masks([name], None, SIZES[1:4:2])
 
 
 class Model(nn.Module):
@@ -126,7 +155,9 @@ class Model(nn.Module):
         return layer(layer(x))
 
 
-@pytest.mark.parametrize("way", ["inductor", "dynamic", "strict", "traced"])
+@pytest.mark.parametrize(
+    "way", ["inductor", pytest.param("dynamic", marks=long), "strict", "traced"]
+)
 def test_a_model(way):
     x, ids = _inputs()
     exported, right = way in ("strict", "traced"), x.double()
@@ -136,13 +167,29 @@ def test_a_model(way):
     if exported:
         out = torch.export.export(model, (x,), strict=way == "strict").module()(x)
     else:
-        backend = "aot_eager" if way == "dynamic" else way
-        out = torch.compile(model, backend=backend, fullgraph=True, dynamic=way == "dynamic")(x)
+        how = {"backend": "aot_eager", "dynamic": True} if way == "dynamic" else {"options": PLAIN}
+        out = torch.compile(model, fullgraph=True, **how)(x)
     _check(out, right, x)
 
 
+def test_a_second_graph_takes_all_lengths():
+    """With gradients; FlexAttention compiles two as well (below)."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(x: Tensor, ids: Tensor) -> Tensor:
+        return flex.flex_attention(x, x, x, block_mask=_create(_documents(ids), x))
+
+    for b, length in SIZES[::2] + SIZES[3:]:
+        x, ids = _inputs(b, length)
+        _check(step(x, ids), _dense(x, x, _kept(ids)), x)
+    assert counter.frame_count == 2
+
+
+@long
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[::2] + SIZES[3:]])
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_as_many_graphs_as_flex_attention(dynamic):
+def test_as_many_graphs_as_flex_attention(dynamic, sizes):
     def graphs(module: Any) -> int:
         torch.compiler.reset()
         counter = CompileCounter()
@@ -152,7 +199,7 @@ def test_as_many_graphs_as_flex_attention(dynamic):
             mask = _create(_documents(ids), x, module)
             return module.flex_attention(x, x, x, block_mask=mask)
 
-        for b, length in SIZES:
+        for b, length in sizes:
             x, ids = _inputs(b, length, grad=False)
             right = _dense(x, x, _kept(ids))
             torch.testing.assert_close(step(x, ids).double(), right, rtol=1e-4, atol=1e-5)
@@ -161,24 +208,31 @@ def test_as_many_graphs_as_flex_attention(dynamic):
     assert graphs(flex) <= graphs(original)
 
 
-LOOKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "tiles": lambda x, ids: (
-        _ours(_documents(ids), x).to_dense() + 0,
-        _ours(_documents(ids), x)[1:, :, 1, :2].to_dense() + 0,
-        x * _ours(_documents(ids), x).shape[0], x * _ours(_causal, x).shape[0],
-        x * _ours(_causal, x).grid[1],
-    ),
-    "lists": lambda x, ids: (
-        *[t + 0 for t in _create(_documents(ids), x).as_tuple() if isinstance(t, Tensor)],
-        _create(_documents(ids), x).to_dense() + 0,
+def _tiles_shown(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    mask, causal = _ours(_documents(ids), x), _ours(_causal, x)
+    return (
+        mask.to_dense() + 0, mask[1:, :, 1, :2].to_dense() + 0,
+        x * mask.shape[0], x * causal.shape[0], x * causal.grid[1],
+    )  # fmt: skip
+
+
+def _lists_shown(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+    mask = _create(_documents(ids), x)
+    return (
+        *[t + 0 for t in mask.as_tuple() if isinstance(t, Tensor)], mask.to_dense() + 0,
         flex.create_mask(_documents(ids), x.shape[0], None, x.shape[2], x.shape[2], "cpu"),
-    ),
-}  # fmt: skip
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOOKS)
-def test_what_it_shows(name):
-    compiled = torch.compile(LOOKS[name], backend="eager", fullgraph=True, dynamic=True)
+LOOKS = {"tiles": _tiles_shown, "lists": _lists_shown}
+
+
+@pytest.mark.parametrize(("name", "dynamic"), [
+    ("tiles", True), ("lists", False),
+    pytest.param("tiles", False, marks=long), pytest.param("lists", True, marks=long),
+])  # fmt: skip
+def test_what_it_shows(name, dynamic):
+    compiled = torch.compile(LOOKS[name], backend="eager", fullgraph=True, dynamic=dynamic)
     x, ids = _inputs()
     for shown, right in zip(compiled(x, ids), LOOKS[name](x, ids), strict=True):
         assert torch.equal(shown, right)
@@ -190,22 +244,40 @@ RETURNED = {
 }
 
 
-@pytest.mark.parametrize("name", RETURNED)
-def test_what_it_returns(name):
-    """Read by eager code, by another compiled program, or by both; itself or a copy."""
-    make = torch.compile(RETURNED[name], backend="eager", fullgraph=True)
-    attend = lambda x, mask: flex.flex_attention(x, x, x, block_mask=mask)
-    compiled = torch.compile(attend, backend="eager", fullgraph=True)
-    orders = (attend, compiled), (compiled, attend), (attend, attend)
-    for order, way in zip(orders, (lambda m: m, copy.copy, copy.deepcopy), strict=True):
+def _attend(x: Tensor, mask: Any) -> Tensor:
+    return flex.flex_attention(x, x, x, block_mask=mask)
+
+
+def _check_returned(names: list[str], ways: list[list[int]]) -> None:
+    """Check that masks of compiled code are read by eager code, by another compiled program, or by
+    both; each itself or a copy: `ways` has the numbers of the ways of every name."""
+    makes = lambda x, ids: [RETURNED[name](x, ids) for name in names]
+    make = torch.compile(makes, backend="eager", fullgraph=True)
+    compiled = torch.compile(_attend, backend="eager", fullgraph=True)
+    orders = (_attend, compiled), (compiled, _attend), (_attend, _attend)
+    for turn in range(len(ways[0])):
         x, ids = _inputs()
-        mask, same = way(make(x, ids)), RETURNED[name](x, ids)
-        for step in order:
-            _check(step(x, mask), _dense(x, x, _kept(ids)), x)
-        assert mask.shape == same.shape
-        assert mask.device == same.device
-        assert torch.equal(mask.to_dense(), same.to_dense())
-        assert mask.sparsity() == same.sparsity()
+        for name, made, numbers in zip(names, make(x, ids), ways, strict=True):
+            number = numbers[turn]
+            print(name, number)
+            mask = (lambda m: m, copy.copy, copy.deepcopy)[number](made)
+            for step in orders[number]:
+                _check(step(x, mask), _dense(x, x, _kept(ids)), x)
+            same = RETURNED[name](x, ids)
+            assert mask.shape == same.shape
+            assert mask.device == same.device
+            assert torch.equal(mask.to_dense(), same.to_dense())
+            assert mask.sparsity() == same.sparsity()
+
+
+def test_what_it_returns():
+    _check_returned(_shuffled(RETURNED), [[n % 3] for n in range(len(RETURNED))])
+
+
+@long
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_each_returns(name):
+    _check_returned([name], [[0, 1, 2]])
 
 
 @pytest.mark.parametrize("name", ["a closure over a tensor", "FlexAttention's"])
