@@ -33,7 +33,7 @@ from .types import (
     Captured,
     Request,
     inlined_or_eager,
-    name_under_compile,
+    raise_under_compile,
 )
 
 
@@ -321,7 +321,7 @@ def block_mask(
     except CapturedIndexError as error:
         raise with_place(error, mask) from None
     except HeadwayError as error:
-        name_under_compile(error)
+        raise_under_compile(error)
         raise
 
 

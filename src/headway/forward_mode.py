@@ -31,6 +31,7 @@ from .operators import (
     tangent_op,
 )
 from .surroundings import (
+    dispatch_modes,
     has_tangent,
     in_forward_mode,
     is_older_batched,
@@ -105,7 +106,7 @@ class _WithTangent(torch.autograd.Function):
             # Compilers, vmap and the hooks of FSDP give zeros for what nobody differentiates.
             if dout is None:
                 dout = torch.zeros_like(ctx.saved_tensors[ctx.count], dtype=ctx.runner.out_dtype)
-            traced = torch._C._len_torch_dispatch_stack() > 0
+            traced = dispatch_modes() > 0
             dout = only_of_primal_op(dout, of_tangents, not traced)
         dentropy = dentropy if ctx.runner.entropy else None
         grads = autograd.differentiate_once(ctx, dout, dlse, dentropy)

@@ -21,7 +21,7 @@ from .mods.base import MaskFn, ScoreFn
 from .mods.library.packed import KeptLogit, PackedMask, PackedScore
 from .row_statistics import asking_for, with_statistics
 from .run import run, run_out
-from .surroundings import host_can_read, transforms
+from .surroundings import dispatch_modes, host_can_read, transforms
 from .types import AttentionOutput, Request
 
 
@@ -224,7 +224,7 @@ def _check_same_offsets(k: Any, v: Any) -> None:
 # -- packings -------------------------------------------------------------------------------------
 
 
-class Names(NamedTuple):
+class ArgumentNames(NamedTuple):
     """A caller's names of the arguments of a side, whose own name fills the braces."""
 
     starts: str = "cu_{}"
@@ -232,7 +232,7 @@ class Names(NamedTuple):
     longest: str = "max_{}"
 
 
-_OF_NESTED = Names("offsets of {}", "lengths of {}")
+_OF_NESTED = ArgumentNames("offsets of {}", "lengths of {}")
 
 
 class Side(NamedTuple):
@@ -249,7 +249,7 @@ class Side(NamedTuple):
     lengths: Any = None  # (sequences,)
     longest: int | None = None  # no sequence is longer, as the caller says
     rows: int | None = None  # in place of starts
-    names: Names = Names()
+    names: ArgumentNames = ArgumentNames()
 
     @property
     def sequences(self) -> int:
@@ -410,7 +410,12 @@ def pack(q: Side, k: Side) -> Packing:
             "count different numbers of sequences"
         )
     tensors = [x for side in (q, k) for x in (side.starts, side.lengths) if x is not None]
-    if is_compiling() or transforms() or not all(map(host_can_read, tensors)) or modes() > 0:
+    if (
+        is_compiling()
+        or transforms()
+        or not all(map(host_can_read, tensors))
+        or dispatch_modes() > 0
+    ):
         return _new_packing(q, k)
 
     def checked_packing() -> Packing:
@@ -423,9 +428,6 @@ def pack(q: Side, k: Side) -> Packing:
         return checked_packing()
     key = tuple((x.tokens, x.rows, x.longest, x.lengths is None) for x in (q, k))
     return _packings.of(tensors, key, checked_packing)
-
-
-modes = torch._C._len_torch_dispatch_stack
 
 
 def _new_packing(q: Side, k: Side) -> Packing:

@@ -32,7 +32,7 @@ from .types import (
     acc_dtype,
     in_dtype,
     inlined_or_eager,
-    name_under_compile,
+    raise_under_compile,
 )
 
 _Result = TypeVar("_Result", Tensor, Forward, Dual)
@@ -140,7 +140,7 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
         return shards.as_dtensors(compute(request, spec, shards.local_call(call)))
     except Exception as error:
         if isinstance(error, HeadwayError):
-            name_under_compile(error)
+            raise_under_compile(error)
         if type(request.keys) is Layouts and not is_compiling():
             tell_ranks(request.keys, error)
         if isinstance(error, CapturedIndexError):

@@ -28,7 +28,8 @@ is_older_batched = _functorch.is_legacy_batchedtensor  # by a vmap older than `t
 transforms = torch._C._are_functorch_transforms_active
 
 
-_modes, _tracing = torch._C._len_torch_dispatch_stack, torch._C._is_tracing
+dispatch_modes = torch._C._len_torch_dispatch_stack  # counts the active ones
+_tracing = torch._C._is_tracing
 _included, _PRE_DISPATCH = (
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 )  # fmt: skip
@@ -39,7 +40,7 @@ def operators_are_changed() -> bool:
     """Return whether a mode, a transform or a tracer lets operators on plain tensors do more than
     compute."""
     return (
-        _modes() > 0
+        dispatch_modes() > 0
         or transforms()
         or _included(_PRE_DISPATCH)
         or _tracing()
@@ -98,10 +99,10 @@ def isolated(as_called: bool = False) -> Iterator[None]:
     while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
         _autograd._pop_saved_tensors_default_hooks()
-    dispatch_modes = torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
+    has_modes = dispatch_modes() + _len_torch_dispatch_stack_pre_dispatch() > 0
     try:
         with (
-            _disable_current_modes() if dispatch_modes else nullcontext(),
+            _disable_current_modes() if has_modes else nullcontext(),
             outside_transforms(),
             nullcontext() if as_called else torch._C._DisableAutocast(),
             nullcontext() if as_called else torch.inference_mode(False),

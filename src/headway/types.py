@@ -192,7 +192,7 @@ def refuse_under_compile(error: type[HeadwayError], message: str) -> NoReturn:
 constant_under_compile(refuse_under_compile)
 
 
-def name_under_compile(error: HeadwayError) -> None:
+def raise_under_compile(error: HeadwayError) -> None:
     """Raise an error that was caught, as `refuse_under_compile` does, if `torch.compile` traces."""
     if torch.compiler.is_compiling():
         refuse_under_compile(type(error), error.args[0])

@@ -9,13 +9,13 @@ from ..errors import ArgumentError, ModError
 from ..mods import Mask
 from ..mods import causal as lower_right
 from ..mods.base import MaskFn, Not, composition, intersection, value
-from ..packed import Names, Side, pack, sequence_of_tokens
+from ..packed import ArgumentNames, Side, pack, sequence_of_tokens
 from ..run import run, run_out
 from ..types import Request
 from .errors import CallError, CallModError, NotSupported, as_call_error
 from .flash_parts import FlashOptions, heads_swapped, score_of, shown
 
-_NAMES = Names("cu_seqlens_{}", "seqused_{}", "max_seqlen_{}")
+_NAMES = ArgumentNames("cu_seqlens_{}", "seqused_{}", "max_seqlen_{}")
 
 
 class Results(NamedTuple):
@@ -75,7 +75,7 @@ def attend_sequences(
 
 
 def side_of(
-    name: str, x: Tensor, cu: Any, used: Any, longest: Any = None, names: Names = _NAMES
+    name: str, x: Tensor, cu: Any, used: Any, longest: Any = None, names: ArgumentNames = _NAMES
 ) -> Side:
     """Return where the sequences of q or k lie: packed `(tokens, heads, width)`, or in rows."""
     packed = x.dim() == 3

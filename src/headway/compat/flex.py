@@ -23,7 +23,7 @@ from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..run import run, run_out
-from ..types import Request, inlined_or_eager, name_under_compile
+from ..types import Request, inlined_or_eager, raise_under_compile
 from .errors import (
     CallAssertionError,
     CallAttributeError,
@@ -119,7 +119,7 @@ def flex_attention(
     try:
         _check(query, key, value, block_mask, enable_gqa)
     except HeadwayError as error:
-        name_under_compile(error)
+        raise_under_compile(error)
         raise
     if return_lse and return_aux is not None:
         raise ArgumentError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import flag_of
-from ..packed import Names
+from ..packed import ArgumentNames
 from .errors import CallError
 from .flash_attend import Results, side_of
 from .flash_pages import attend_rows
@@ -183,5 +183,7 @@ def _attend(
     except CallError as error:
         raise CallValueError(str(error)) from None
     options = FlashOptions(scale, limits, want_lse=want_lse, want_max_logit=want_max_logit)
-    q_side = side_of("q", query, cu_q, None, max_q, Names("cu_seq_{}", "seqused_{}", "max_{}"))
+    q_side = side_of(
+        "q", query, cu_q, None, max_q, ArgumentNames("cu_seq_{}", "seqused_{}", "max_{}")
+    )
     return attend_rows(query, key, value, q_side, (cu_k, used_k, max_k), pages, options)

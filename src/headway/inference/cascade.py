@@ -13,9 +13,8 @@ from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import Mask, MaskFn, Score, ScoreFn, value
 from ..mods.library.packed import KeptLogit
-from ..packed import modes
 from ..run import run
-from ..surroundings import host_can_read
+from ..surroundings import dispatch_modes, host_can_read
 from ..types import AttentionOutput, Forward, Request
 from .attend import cache_of
 from .step import check_offsets
@@ -269,7 +268,7 @@ def _of_rows(level: Level, b: int) -> Tensor:
                 f"rows of a level are on {rows.device}, its lengths on {lengths.device}; keep them "
                 "there: a copy waits for the device"
             )
-        if rows.is_cpu and host_can_read(rows) and b and not modes():
+        if rows.is_cpu and host_can_read(rows) and b and not dispatch_modes():
             low, high = (int(n) for n in rows.aminmax())
             if low < -1 or high >= groups:
                 raise ArgumentError(

@@ -27,7 +27,7 @@ from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, lower_mod
 from ..mods.base import MaskFn, Not, composition, intersection
 from ..mods.evaluation.pointwise import Positions, mask_at
-from ..packed import Names, Side, pack
+from ..packed import ArgumentNames, Side, pack
 from . import hf_attention, hf_calls, hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
 from .hf_translate import (
@@ -415,7 +415,7 @@ def _in_documents(
     """
     cu_q, cu_k = (cu_k if cu_q is None else cu_q), (cu_q if cu_k is None else cu_k)
     sides = [
-        Side(name, x.shape[2], q.device, cu, names=Names("cu_seq_lens_{}")).checked()
+        Side(name, x.shape[2], q.device, cu, names=ArgumentNames("cu_seq_lens_{}")).checked()
         for name, x, cu in (("q", q, cu_q), ("k", k, cu_k))
     ]
     packing = pack(*sides)
