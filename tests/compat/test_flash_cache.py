@@ -147,6 +147,31 @@ def test_what_is_refused():
         flash_attn_with_kvcache(q, k_cache, v_cache, page_table=table, cache_batch_idx=idx[1:])
     with pytest.raises(ArgumentError, match=r"lengths\[0\] = 40"):
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=40)
+    for ends, words in (
+        ([0, 2], "has 1 sequences, but the call has 3 rows"),
+        ([0, 3, 2, 4], "cu_seqlens_k_new must rise from 0 to at most"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            flash_attn_with_kvcache(
+                q, k_cache, v_cache, k.flatten(0, 1), v.flatten(0, 1), cache_seqlens=0,
+                cu_seqlens_k_new=torch.tensor(ends),
+            )  # fmt: skip
+
+
+def test_new_keys_of_no_row_are_written_nowhere_and_read_by_no_host():
+    """A graph without breaks has no place where the host waits for a number."""
+    q, _, _, k, v = drawn()
+    k, v, ends = k.flatten(0, 1), v.flatten(0, 1), torch.tensor([0, 1, 1, 3], dtype=torch.int32)
+    starts = torch.tensor([2, 0, 5], dtype=torch.int32)
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    for call in (flash_attn_with_kvcache, compiled):
+        k_cache, v_cache = torch.zeros(2, B, 32, *k.shape[1:])
+        with torch.no_grad():
+            call(q, k_cache, v_cache, k, v, cache_seqlens=starts, cu_seqlens_k_new=ends)
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            expected = torch.zeros_like(cache)
+            expected[0, 2], expected[2, 5:7] = new[0], new[1:3]
+            assert torch.equal(cache, expected)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 from flash-attn's documentation:
 
 - the new keys go to positions `cache_seqlens` and on, turned by these positions, or from
-  `rotary_seqlens` on; so are the queries, all by the first position where there is no window;
+  `rotary_seqlens` on, and nothing else is written; so are the queries, all by the first position where there is no window;
 - the last query is aligned with the last key; keys before `cache_leftpad` are none;
 - `cache_batch_idx` says which row of the cache, or of `page_table`, is a row of q's.
 """
@@ -123,7 +123,9 @@ def call(seed: int) -> None:
     if new and draw.random() < 0.3:
         given = [draw.randint(0, new) for _ in range(b)]
         packed_k, where["cu_seqlens_k_new"] = cut(k, given)
-        new_keys = packed_k, cut(v, given)[0]
+        no_rows = torch.full((draw.randint(0, 3), HK, D), 7.0)  # tokens behind the last row
+        new_keys = torch.cat((packed_k, no_rows)), torch.cat((cut(v, given)[0], no_rows))
+    before = [cache.clone() for cache in caches]
     with torch.inference_mode():
         out, lse = flash_attn_with_kvcache(
             some_q, *caches, *(new_keys if new else ()), cache_seqlens=ints(lengths),
@@ -133,6 +135,9 @@ def call(seed: int) -> None:
         )  # fmt: skip
     if packed:
         out, lse = out.split(asked), lse.split(asked, 1)
+    for cache, old in zip(caches, before, strict=True):
+        changed = ~torch.isclose(cache, old, rtol=0, atol=0, equal_nan=True)
+        assert changed.any(-1).any(-1).sum() == (sum(given) if new else 0)
     moving = options["causal"] or options["window_size"] != (-1, -1)
     for r, n in enumerate(lengths):
         own_q, own_k, own_v = (

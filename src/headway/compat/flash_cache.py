@@ -11,7 +11,7 @@ from ..mods import Mask
 from ..mods import causal as lower_right
 from ..mods.base import intersection, value
 from ..nn.rotary import Angles, Rotary
-from ..packed import sequence_of_tokens
+from ..packed import ArgumentNames, Side
 from .errors import CallError, NotSupported, as_call_error
 from .flash_attend import Results, in_dtype_of, same_chunk, scale_of, side_of, widened
 from .flash_parts import (
@@ -108,7 +108,7 @@ def flash_attn_with_kvcache(
       flash-attn 3), int32 `(b, max_pages)`, they are pages of any size, `(pages, page, hk, ·)`. New
       keys and values are written to them in place.
     - `k`, `v`: `(b, new, hk, ·)`, written from position `cache_seqlens[b]` on before attention.
-      With `cu_seqlens_k_new` they are packed, too.
+      With `cu_seqlens_k_new` they are packed, too; tokens after its last offset are skipped.
     - `cache_seqlens`: int32 `(b,)` or one number, the keys in each row. None: the capacity.
     - `cache_batch_idx`: int32 `(b,)`, the row of the cache, or of `page_table`, for each row of q.
     - `cache_leftpad`: int32 `(b,)`, the first valid key of each row.
@@ -153,6 +153,8 @@ def flash_attn_with_kvcache(
     b = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
     pages = _table(block_table, page_table, cache_batch_idx, b)
     lengths = _lengths(cache_seqlens, b, k_cache, pages)
+    base = lengths if rotary_seqlens is None else rotary_seqlens
+    turn = None
     if rotary_cos is not None and rotary_sin is not None:
         capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
         if rotary_cos.shape[0] < capacity or rotary_sin.shape != rotary_cos.shape:
@@ -161,13 +163,13 @@ def flash_attn_with_kvcache(
                 "rotary_cos and rotary_sin must be (positions, rotary / 2) with at least the "
                 f"{capacity} positions of the cache, got {sizes}"
             )
-        base = lengths if rotary_seqlens is None else rotary_seqlens
         turn = _Turn(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved))
         moving = options.limits != (None, None)
-        q = turn(q, base, cu_seqlens_q, moving)
-        k = None if k is None else turn(k, base, cu_seqlens_k_new, True)
+        q = turn(q, base, _new_side("q", q, cu_seqlens_q, b), moving)
     if k is not None and v is not None:
-        lengths = _append(k_cache, v_cache, k, v, lengths, pages, cu_seqlens_k_new)
+        new_keys = _new_side("k", k, cu_seqlens_k_new, b)
+        k = k if turn is None else turn(k, base, new_keys, True)
+        lengths = _append(k_cache, v_cache, k, v, lengths, pages, new_keys)
     elif k is not None or v is not None:
         raise CallError("k and v go together: new keys without values, or values without keys")
     if q_descale is not None:
@@ -287,21 +289,16 @@ class _Turn:
         self.cos, self.sin = cos, sin
         self.rotary = Rotary(2 * cos.shape[-1], interleaved=interleaved)
 
-    def __call__(self, x: Tensor, base: Tensor, cu: Tensor | None, moving: bool) -> Tensor:
-        """x `(b, length, heads, d)`, or packed, from positions `base` on."""
-        if cu is None:
-            at = torch.arange(x.shape[1], device=x.device) * moving + base[:, None]
-        else:
-            token = torch.arange(x.shape[0], device=x.device)
-            row = sequence_of_tokens(cu, len(token))
-            at = torch.where(token < cu[-1], (token - cu[row]) * moving + base[row], 0)[None]
-            x = x[None]
+    def __call__(self, x: Tensor, base: Tensor, side: Side, moving: bool) -> Tensor:
+        """Rotate x `(b, length, heads, d)`, or packed, from positions `base` on."""
+        row, position = side.places_of_tokens(outside=-1)
+        at = torch.where(row < 0, 0, position * moving + base[row])
         if at.is_cpu and not torch.compiler.is_compiling():
             self._check(at)
         at = at.clamp(0, self.cos.shape[0] - 1).long()
         angles = Angles(self.cos[at].float(), self.sin[at].float())
-        turned = self.rotary.rotate(x.transpose(1, 2), angles).transpose(1, 2)
-        return turned if cu is None else turned[0]
+        tokens = x.reshape(1, side.tokens, *x.shape[-2:]).transpose(1, 2)
+        return self.rotary.rotate(tokens, angles).transpose(1, 2).reshape(x.shape)
 
     def _check(self, at: Tensor) -> None:
         """Check, where the host can read positions, that they have angles."""
@@ -313,47 +310,55 @@ class _Turn:
             )
 
 
+_NEW_NAMES = {"q": ArgumentNames("cu_seqlens_q"), "k": ArgumentNames("cu_seqlens_k_new")}
+
+
+def _new_side(name: str, x: Tensor, cu: Tensor | None, b: int) -> Side:
+    """Return where the tokens of q, or the new keys, lie."""
+    side = side_of(name, x, cu, None, names=_NEW_NAMES[name])
+    if side.sequences != b:
+        raise CallError(
+            f"{name} {tuple(x.shape)} has {side.sequences} sequences, but the call has {b} rows"
+        )
+    if not torch.compiler.is_compiling():
+        as_call_error(side.check_numbers)
+    return side
+
+
 @torch.no_grad()
 def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor,
-    pages: Tensor | None, cu: Tensor | None,
+    pages: Tensor | None, new: Side,
 ) -> Tensor:  # fmt: skip
     """Write new keys and values after those that are there; return the lengths with them."""
-    if cu is None:
-        b, new_keys = k.shape[:2]
-        row = torch.arange(b, device=k.device).repeat_interleave(new_keys)
-        positions = (torch.arange(new_keys, device=k.device) + lengths[:, None]).flatten().long()
-        k, v, count = k.flatten(0, 1), v.flatten(0, 1), new_keys
-    else:
-        token = torch.arange(k.shape[0], device=k.device)
-        row = sequence_of_tokens(cu, len(token))
-        positions = (token - cu[row] + lengths[row]).long()
-        count = cu.diff()
-    size = k_cache.shape[1]
-    capacity = size * (1 if pages is None else pages.shape[1])
+    row, position = new.places_of_tokens(outside=-1)
+    position += lengths[row]
+    exists, page = row >= 0, k_cache.shape[1]
+    capacity = page * (1 if pages is None else pages.shape[1])
     would = f"would be its number {{}}, but {_NO_ROOM} {capacity} keys a row"
-    _check_room(positions, row, capacity, would)
-    if pages is not None:
-        owner, row, positions = row, pages[row, positions // size].long(), positions % size
-        count_pages = len(k_cache)
-        belongs = f"belongs to page (or row of the cache) {{}}, which is none of the {count_pages}"
-        _check_room(row, owner, count_pages, belongs)
-    k_cache[row, positions], v_cache[row, positions] = k.to(k_cache.dtype), v.to(v_cache.dtype)
-    return (lengths + count).to(torch.int32)
+    fits = _that_fit(position, capacity, exists, row, would)
+    table = torch.arange(len(lengths), device=k.device)[:, None] if pages is None else pages
+    slot_page = table[row, (position // page).clamp(0, table.shape[1] - 1)].long()
+    belongs = f"belongs to page (or row of the cache) {{}}, which is none of the {len(k_cache)}"
+    fits = _that_fit(slot_page, len(k_cache), fits, row, belongs)
+    slots = torch.where(fits, slot_page * page + position % page, -1)
+    k, v = (x.flatten(0, -3) for x in (k, v))
+    as_call_error(inference.write, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots)
+    return (lengths + new.starts_and_counts()[1]).to(torch.int32)
 
 
 _NO_ROOM = "the cache, or the pages that block_table names, has room for"
 
 
-def _check_room(places: Tensor, row: Tensor, room: int, fault: str) -> None:
-    """Check, where the host can read them, that new keys have a place below `room`."""
-    if not places.is_cpu:
-        return
-    wrong = (places < 0) | (places >= room)
-    if bool(wrong.any()):
-        n = int(wrong.nonzero()[0, 0])
+def _that_fit(places: Tensor, room: int, asked: Tensor, row: Tensor, fault: str) -> Tensor:
+    """Return which of the asked tokens have a place below `room`: where the host can read them,
+    all, or it is an error."""
+    fits = asked & (places >= 0) & (places < room)
+    if places.is_cpu and not torch.compiler.is_compiling() and bool((fits != asked).any()):
+        n = int((fits != asked).nonzero()[0, 0])
         fault = fault.format(int(places[n]))
         raise CallError(f"a new key of row {int(row[n])} {fault}; nothing was written")
+    return fits
 
 
 def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> Any:
