@@ -419,6 +419,15 @@ def test_depth_alone_makes_a_run(depth: int) -> None:
     assert settings.resolved() == settings
 
 
+def test_processes_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 12)
+    for given, threads in [
+        ({}, 12), ({"devices": 4}, 3), ({"devices": 16, "batch": 16}, 1), ({"device": "cuda"}, 4),
+        ({"threads": 7, "devices": 4}, 7),
+    ]:  # fmt: skip
+        assert TrainConfig(**given).resolved().threads == threads
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [

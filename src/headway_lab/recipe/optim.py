@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from headway.optim import MuonClip
 from headway.optim.muonclip import parameter_groups
 from headway.stability import Clipped, QKClip
+from headway.stability.rows import local_part
 
 from .config import Settings
 from .model import Transformer
-from .shards import placed, whole
+from .shards import placed
 
 
 class Muon(torch.optim.Optimizer):
@@ -49,31 +50,38 @@ class Muon(torch.optim.Optimizer):
     def _step(
         self, pairs: list[tuple[Tensor, Tensor]], lr: float, momentum: float, weight_decay: float
     ) -> None:
-        directions = []
+        # A DTensor's operations take the host ten times as long as those of its local part.
+        params, grads, averages = [], [], []
         for p, grad in pairs:
             state = self.state[p]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
-            average = state["momentum_buffer"].lerp_(grad, 1 - momentum)
-            directions.append(grad.lerp(average, momentum))  # Nesterov's look ahead
-        updates = orthogonalise(torch.stack([whole(d) for d in directions]))
-        for (p, _), update in zip(pairs, updates, strict=True):
-            update = _as(update, p)
-            p.mul_(1 - lr * weight_decay)
-            # A tall matrix has more outputs than inputs: keep their size (Jordan 2024).
-            rows, columns = p.shape
-            p.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+            for tensors, x in (params, p), (grads, grad), (averages, state["momentum_buffer"]):
+                tensors.append(local_part(x))
+        torch._foreach_lerp_(averages, grads, 1 - momentum)
+        directions = torch._foreach_lerp(grads, averages, momentum)  # Nesterov's look ahead
+        updates = _orthogonalise_like(pairs[0][0], torch.stack(directions))
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+        # A tall matrix has more outputs than inputs: keep their size (Jordan 2024).
+        rows, columns = pairs[0][0].shape
+        torch._foreach_add_(params, updates.unbind(), alpha=-lr * max(1.0, rows / columns) ** 0.5)
 
 
-def _as(update: Tensor, p: Any) -> Tensor:
-    """Shard an update that every rank has in full, like its parameter."""
+def _orthogonalise_like(p: Any, parts: Tensor) -> Tensor:
+    """Orthogonalise matrices of which this rank has a part, cut like `p`; return their parts."""
     if not hasattr(p, "device_mesh"):
-        return update
-    from torch.distributed.tensor import DTensor, Replicate
+        return orthogonalise(parts)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    # One matrix more in front: rows are dimension 1 of the stack.
+    cut = [Shard(x.dim + 1) if isinstance(x, Shard) else x for x in p.placements]
+    whole = DTensor.from_local(
+        parts, p.device_mesh, cut, run_check=False,
+        shape=torch.Size((len(parts), *p.shape)), stride=(p.shape.numel(), p.shape[1], 1),
+    ).full_tensor()  # fmt: skip
     everywhere = [Replicate()] * p.device_mesh.ndim
-    same = DTensor.from_local(update, p.device_mesh, everywhere, run_check=False)
-    return same.redistribute(placements=p.placements)
+    updates = DTensor.from_local(orthogonalise(whole), p.device_mesh, everywhere, run_check=False)
+    return updates.redistribute(placements=cut).to_local()
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
