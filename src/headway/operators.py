@@ -325,11 +325,11 @@ def _entry(x: Any, dim: Any, n: int) -> Any:
 
 _ours = getattr(torch.ops, NAMESPACE)
 forward_op, backward_op, infer_op = _ours.forward, _ours.backward, _ours.infer
-_forward_op, _backward_op = forward_op.default, backward_op.default
+_backward_op = backward_op.default
 draw_seed_op, tangent_op, only_of_primal_op = _ours.draw_seed, _ours.tangent, _ours.only_of_primal
-torch.library.register_vmap(f"{NAMESPACE}::forward", _one_by_one(_forward_op), lib=library)
-torch.library.register_vmap(f"{NAMESPACE}::backward", _one_by_one(_backward_op), lib=library)
-torch.library.register_vmap(f"{NAMESPACE}::tangent", _one_by_one(tangent_op.default), lib=library)
+for _name in ("forward", "backward", "infer", "tangent"):
+    _rule = _one_by_one(getattr(_ours, _name).default)
+    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _rule, lib=library)
 torch.library.register_vmap(
     f"{NAMESPACE}::only_of_primal", lambda info, in_dims, *inputs: _of_batch(in_dims, *inputs),
     lib=library,

@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -196,6 +196,20 @@ def raise_under_compile(error: HeadwayError) -> None:
     """Raise an error that was caught, as `refuse_under_compile` does, if `torch.compile` traces."""
     if torch.compiler.is_compiling():
         refuse_under_compile(type(error), error.args[0])
+
+
+def named_under_compile(fn: _Fn) -> _Fn:
+    """Decorate a function whose errors `torch.compile` takes for its own, as they are."""
+
+    @wraps(fn)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return fn(*arguments, **options)
+        except HeadwayError as error:
+            raise_under_compile(error)
+            raise
+
+    return call  # type: ignore[bad-return]
 
 
 @lru_cache

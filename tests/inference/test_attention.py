@@ -266,3 +266,35 @@ def test_gradients_are_refused():
     q = torch.inference_mode(False)(lambda: c.q.clone().requires_grad_())()
     with torch.inference_mode(False), pytest.raises(ArgumentError, match="q requires grad"):
         inference.attention(q, c.k, c.v, **c.options)
+    out = torch.inference_mode(False)(lambda: torch.zeros(2, 4, 8, c.v.shape[3]).requires_grad_())()
+    with torch.inference_mode(False), pytest.raises(ArgumentError, match="out requires grad"):
+        inference.attention(c.q, c.k, c.v, out=out[:, :, : c.q.shape[2]], **c.options)
+
+
+@torch.inference_mode(False)
+def test_a_batch_of_calls():
+    """`torch.vmap` maps over anything but memory that is written to."""
+    q, k = torch.randn(3, 2, 4, 1, 8), torch.randn(3, 2, 2, 16, 8)
+    lengths = torch.tensor([[5, 3], [0, 16], [2, 2]], dtype=torch.int32)
+    table, sink = torch.randn(3, 16), torch.randn(3, 4)
+
+    def call(q, k, lengths, table, sink):
+        score = lambda s, b, h, i, j: s + table[i - j]
+        return inference.attention_with_stats(
+            q, k, k, score, hw.causal(), lengths=lengths, sink=sink
+        )
+
+    made = torch.vmap(call)(q, k, lengths, table, sink)
+    for n, entry in enumerate(zip(q, k, lengths, table, sink, strict=True)):
+        close((x[n] for x in made), call(*entry))
+    cache = inference.Cache(1, 2, 2, 8, capacity=4)
+    cache.reserve([0, 1], 1)
+    kv = {"lengths": lengths[0], "out": torch.zeros(2, 4, 1, 8)}
+    pages = torch.zeros(2, 2, 2, 4, 8)
+    for write in (
+        lambda q, k: inference.attention(q, k, k, **kv),
+        lambda q, k: cache[0].append(k[:, :, :1], k[:, :, :1]),
+        lambda q, k: inference.write(k[:, :, 0], k[:, :, 0], *pages, lengths[0]),
+    ):
+        with pytest.raises(ArgumentError, match=r"write outside of torch\.vmap"):
+            torch.vmap(write)(q, k)

@@ -1,5 +1,6 @@
 """Caches: what is appended is what is attended to, in pages or without."""
 
+import copy
 from unittest import mock
 
 import numpy as np
@@ -151,6 +152,11 @@ def test_wrong_arguments_of_caches():
     for scale in (2.0, torch.ones(HK), torch.ones(1, HK).int()):
         with pytest.raises(ArgumentError, match=r"v_scale must be a float tensor \(\) or \(layers"):
             Cache(1, 2, HK, D, capacity=4, v_scale=scale)
+    for scale in (torch.tensor(0.0), torch.tensor([[1.0], [torch.nan]])):
+        with pytest.raises(ArgumentError, match=r"k_scale has (0\.0|nan), but what is written"):
+            Cache(2, 2, 1, D, capacity=4, k_scale=scale)
+    with pytest.raises(ArgumentError, match=r"write copy\.deepcopy"):
+        copy.copy(cache)
     with pytest.raises(ArgumentError, match="a cache is of float32"):
         PagedCache(1, 3, 4, HK, D, rows=2, dtype=torch.int8)
     with pytest.raises(ArgumentError, match="row 0 has 0 keys, not 2"):

@@ -163,3 +163,14 @@ def test_what_does_not_go_together_is_refused():
             cascade(draw.normal(2, HQ, 1, D), [level._replace(k_scale=torch.ones(7))])
         with pytest.raises(TypeError, match="write scale="):
             cascade(q, [level], sm_scale=1.0)
+    queries = draw.normal(2, HQ, 1, D)
+    for levels, words in (
+        (None, "levels must be a list of Level, .* got NoneType"),
+        ([], "levels must be a list of Level"), ([level[:2]], "levels must be a list of Level"),
+        ([level, level._replace(lengths=[2, 2])], r"lengths of levels\[1\] must be a tensor, got list"),
+        ([level._replace(rows=[0, 0]), level], r"rows of levels\[0\] must be a tensor, got list"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=words):
+            inference.cascade(queries, levels)
+    with pytest.raises(ArgumentError, match=r"causal\(1\): .* global positions"):
+        inference.cascade(queries, [level], mask=hw.causal(1) & hw.sliding_window(3))

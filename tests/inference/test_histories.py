@@ -191,7 +191,9 @@ class History:
             ends, parts = None, (list(k), list(v))
         else:
             counts = [max(0, n + draw.choice([0] * 12 + [1, -1])) for n in owed]
-            k, v = torch.randn(2, 1, HK, sum(counts) + draw.choice([0, 2]), D, dtype=torch.float64)
+            k, v = torch.randn(
+                2, 1, HK, sum(counts) + draw.choice([0, 2, 40]), D, dtype=torch.float64
+            )
             ends = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
             parts = [x[0, :, : sum(counts)].split(counts, 1) for x in (k, v)]
         self.both(

@@ -201,6 +201,11 @@ def test_a_compiled_step_keeps_count():
         cache.reserve(0, 4)
         with pytest.raises(ArgumentError, match="4 tokens were reserved for row 0, got 3"):
             append(cache[3], k)
+        whole = torch.compile(append, fullgraph=True, backend="eager")
+        with pytest.raises(
+            ArgumentError, match=r"\Aappend: 4 tokens were reserved for row 0, got 3"
+        ):
+            whole(cache[3], k)
         torch.testing.assert_close(cache.keys[:, 0, :, 22:25], k[:1].expand(5, -1, -1, -1))
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any, Never
 
+import torch
 from torch import Tensor
 
 from ..arguments import check_dense, check_scale, count_of, shown
@@ -10,8 +11,9 @@ from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from ..run import run, run_out
+from ..surroundings import requires_grad
 from ..types import KV, AttentionOutput, Request
-from .slots import is_expanded
+from .slots import check_mapped, is_expanded
 
 
 def attention(
@@ -83,7 +85,9 @@ def attention(
     if out is None:
         return run_out(request)
     _check_out(out, q, v)
-    return out.copy_(run_out(request))
+    result = run_out(request)
+    check_mapped("out", (out,), (result,))
+    return out.copy_(result)
 
 
 def attention_with_stats(
@@ -163,6 +167,11 @@ def _check_out(out: Any, q: Any, v: Any) -> None:
         raise ArgumentError(f"out must be {shape} of q's dtype, {q.dtype}, got {got}")
     if out.device != q.device:
         raise ArgumentError(f"out is on {out.device}, q on {q.device}")
+    if torch.is_grad_enabled() and requires_grad(out):
+        raise ArgumentError(
+            "out requires grad, but inference has no gradient; pass out.detach(), or call under "
+            "torch.no_grad()"
+        )
     if is_expanded(out):
         raise ArgumentError(
             f"out has strides {out.stride()}: several of its elements are one number; pass one "

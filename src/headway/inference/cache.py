@@ -14,7 +14,7 @@ keeps count of what is reserved and which layers have appended; on the device, `
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from torch import Tensor
 from ..arguments import DTYPES, check_scale, count_of, shown
 from ..backends.slots import write_slots
 from ..errors import ArgumentError, CacheFull
-from ..types import FLOAT8, as_int
+from ..surroundings import host_can_read
+from ..types import FLOAT8, as_int, named_under_compile
+from .slots import check_mapped
 from .step import Reservation, check_offsets, may_be_replayed
 
 
@@ -49,6 +51,7 @@ class Layer:
         return self.k, self.v
 
     @property
+    @named_under_compile
     def options(self) -> dict[str, Any]:
         """Return the other arguments of `attention`: lengths, page_table and scales.
 
@@ -68,6 +71,7 @@ class Layer:
         steps = torch.arange(-count_of("length", length), 0, device=self.cache.lengths.device)
         return self.cache.lengths[:, None] + steps
 
+    @named_under_compile
     def append(self, k: Tensor, v: Tensor | None = None, *, cu_q: Tensor | None = None) -> None:
         """Write the keys and values of the reserved tokens. Call it once per layer and `reserve`.
 
@@ -89,6 +93,7 @@ class Layer:
         if v is not None or of_v.shape[-1]:
             pairs.append(("v", v, of_v))
         tokens = cache.check_new(pairs, cu_q)
+        check_mapped("append", (of_k, of_v), (k, k if v is None else v))
         replayed = may_be_replayed(cache.lengths)
         if replayed:
             cache.step.replayed = True
@@ -126,6 +131,12 @@ class _Cache:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is not None:
                 check_scale(name, scale, f"() or (layers, hk) = {(layers, hk)}", (layers, hk))
+                divides = scale.isfinite() & (scale != 0)
+                if scale.is_cpu and host_can_read(scale) and not bool(divides.all()):
+                    raise ArgumentError(
+                        f"{name} has {float(scale[~divides][0])}, but what is written is divided "
+                        "by it; pass finite numbers other than 0"
+                    )
         device = self.stored[0].device
         self.k_scale, self.v_scale = (s if s is None else s.to(device) for s in (k_scale, v_scale))
 
@@ -144,6 +155,12 @@ class _Cache:
     def values(self) -> Tensor:
         """Return the values of all layers, `(layers, ...)`."""
         return self.stored[1]
+
+    def __copy__(self) -> Never:
+        raise ArgumentError(
+            "copy.copy(cache): both would write to the same memory, and each would count for "
+            "itself; write copy.deepcopy(cache)"
+        )
 
     def __len__(self) -> int:
         return len(self.stored[0])
@@ -192,7 +209,7 @@ class _Cache:
             row = packed_row.clamp(0, last_row)
             position = self.lengths[row] - cu_q[row + 1] + token
             is_new = (position >= written[row]) & (packed_row == row)
-        return torch.where(is_new, self._slots(row, position.clamp(0)), -1).flatten()
+        return torch.where(is_new, self._slots(row, position * is_new), -1).flatten()
 
     def _slots(self, row: Tensor, position: Tensor) -> Tensor:
         """Return the slots of positions, int64."""
@@ -435,7 +452,7 @@ class PagedCache(_Cache):
         counts = self._counts(rows, tokens)
         self.step.check_reserve()
         new_pages, copies = {}, {}
-        users = dict[int, int]()  # of pages that are copied: who still needs them
+        users: dict[int, int] = {}  # of pages that are copied: who still needs them
         for row, count in counts.items():
             length, row_pages = self.row_lengths[row], self._pages[row]
             total = -(-(length + count) // self.page)

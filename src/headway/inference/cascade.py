@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_dense, check_function, shown
+from ..arguments import check_dense, check_function, check_global, shown
 from ..distributed import merge
 from ..errors import ArgumentError
 from ..keywords import unknown_keywords
@@ -15,7 +15,7 @@ from ..mods.base import Mask, MaskFn, Score, ScoreFn, value
 from ..mods.library.packed import KeptLogit
 from ..run import run
 from ..surroundings import dispatch_modes, host_can_read
-from ..types import AttentionOutput, Forward, Request
+from ..types import AttentionOutput, Forward, Request, named_under_compile
 from .attend import cache_of
 from .step import check_offsets
 
@@ -197,21 +197,21 @@ class _Queries(NamedTuple):
         return largest.scatter_reduce_(0, index, of_tokens.mT, "amax")[:rows]
 
 
+@named_under_compile
 def _cascade(
     q: Tensor, levels: Sequence[Level | tuple], score: ScoreFn | None, mask: MaskFn | None,
     cu_q: Tensor | None, max_q: int | None, scale: float | None, sink: Tensor | None, backend: str,
     stats: bool,
 ) -> AttentionOutput:  # fmt: skip
     """Return the results of `cascade_with_stats`; max_logit is empty without `stats`."""
-    all_levels: list[Level] = [Level(*level) for level in levels]  # type: ignore[bad-argument-type]
+    all_levels = _listed(levels)
     check_dense(q=q)
-    if not all_levels or not isinstance(q, Tensor) or q.dim() != 4:
-        raise ArgumentError(
-            f"cascade takes q (b, hq, q_len, d) and a level or more, got {shown(q)}"
-        )
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        raise ArgumentError(f"q must be (b, hq, q_len, d), got {shown(q)}")
     for kind, mod in (("score", score), ("mask", mask)):
         if mod is not None:
             check_function(kind, mod, None)
+    check_global(mask)
     cache_of(q, None, None, None, None, cu_q, max_q, None, None)  # cu_q and max_q go together
     first = all_levels[0]
     b = len(q) if cu_q is None else len(first.lengths if first.rows is None else first.rows)
@@ -254,6 +254,27 @@ def _cascade(
     out, lse = merge(*parts)
     largest = queries.largest_by_row(torch.stack(maxima).amax(0)) if stats else maxima[0]
     return AttentionOutput(out.to(q.dtype), lse, largest)
+
+
+def _listed(levels: Any) -> list[Level]:
+    """Return the levels, if every one has the tensors of its keys."""
+    try:
+        named = [Level(*level) for level in levels]
+    except TypeError:
+        named = []
+    if not named:
+        raise ArgumentError(
+            "levels must be a list of Level, or of tuples of its fields, "
+            f"({', '.join(Level._fields)}), of which the first three are needed, got "
+            f"{type(levels).__name__}"
+        )
+    for n, level in enumerate(named):
+        for name, x in level._asdict().items():
+            if not isinstance(x, Tensor) and (x is not None or name not in Level._field_defaults):
+                raise ArgumentError(
+                    f"{name} of levels[{n}] must be a tensor, got {type(x).__name__}"
+                )
+    return named
 
 
 def _of_rows(level: Level, b: int) -> Tensor:

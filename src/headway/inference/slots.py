@@ -8,10 +8,11 @@ from torch import Tensor
 from ..arguments import DTYPES, check_scale, shown
 from ..backends.slots import write_slots
 from ..errors import ArgumentError
-from ..surroundings import host_can_read
-from ..types import FLOAT8
+from ..surroundings import host_can_read, is_batched, transforms, unwrapped
+from ..types import FLOAT8, named_under_compile
 
 
+@named_under_compile
 def write(
     k: Tensor,  # (tokens, hk, d)
     v: Tensor,  # (tokens, hk, dv)
@@ -45,6 +46,7 @@ def write(
     _check(k, v, k_cache, v_cache, slot_mapping)
     _check_scale("k_scale", k_scale, k)
     _check_scale("v_scale", v_scale, v)
+    check_mapped("write", (k_cache, v_cache), (k, v, slot_mapping))
     slots = k_cache.shape[0] * k_cache.shape[2]
     if slot_mapping.is_cpu and host_can_read(slot_mapping) and slot_mapping.numel():
         low, high = map(int, slot_mapping.aminmax())
@@ -54,6 +56,21 @@ def write(
                 "(and -1 skips a token)"
             )
     write_slots(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def check_mapped(call: str, targets: tuple[Tensor, ...], sources: tuple[Tensor, ...]) -> None:
+    """Refuse what `torch.vmap` maps over where it is written to memory that all entries share."""
+    if torch.compiler.is_compiling() or not transforms():
+        return
+    mapped, shared = (
+        any(is_batched(unwrapped(x)) == batched for x in tensors)
+        for tensors, batched in ((sources, True), (targets, False))
+    )
+    if mapped and shared:
+        raise ArgumentError(
+            f"{call}: torch.vmap maps over what is written, but not over the tensor that it is "
+            "written to, which all entries share; write outside of torch.vmap"
+        )
 
 
 def is_expanded(x: Tensor) -> bool:
