@@ -3,10 +3,11 @@
 It halves the host time of `resolve` in a repeated call: 18.5 to 8.3 us with a closure as mask, 8.7
 to 3.1 us with a mask of the library (two-core CPU, November 2026).
 
-The key of a call holds everything that its checks, its `Spec` and the plans of backends depend on:
-the options, the metadata of the tensors, and the structure of score and mask. It leaves out the
-capacity of a KV cache, on which nothing depends. A user's function is read at every call
-(`mods.tracing.capture`), since what it captures may change.
+The key of a call holds everything that its checks and its `Spec` depend on: the options, the
+metadata of the tensors, and the structure of score and mask. It leaves out what changes with every
+step over a growing cache: the number of keys, and the integers of score and mask. Checks that read
+these run at every call (`resolve.check_sizes`), and plans have them in keys of their own. A user's
+function is read at every call (`mods.tracing.capture`), since what it captures may change.
 """
 
 from types import FunctionType, MethodType
@@ -64,11 +65,16 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
             request.entropy, request.partial, request.trains, request.learned is None,
             torch.is_grad_enabled(),
         ]  # fmt: skip
-        if cache is None or cache.page_table is not None or type(mask) is BlockMask:
-            key += k.shape, k.stride(), v.shape, v.stride()
-        else:  # nothing depends on the capacity of a cache, which may grow with every step
+        # Tiles, page tables and layouts are checked, or made, for a number of keys.
+        grows = type(mask) is not BlockMask and (
+            keys is None if cache is None else cache.page_table is None
+        )
+        if grows:
             key += k.shape[2:3] == v.shape[2:3], k.stride()[2:], v.stride()[2:]
             key += k.shape[:2], k.shape[3:], v.shape[:2], v.shape[3:]
+        else:
+            key += k.shape, k.stride(), v.shape, v.stride()
+        with_ints = not grows or cache is not None  # a cache refuses causal(n) with n > 0
         if cache is not None:
             key.append(cache.max_q)
             for t in (
@@ -84,13 +90,13 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
         if request.sink is not None:
             _add_tensor(key, request.sink)
         if request.score is not None:
-            score_contents = _add_contents(key, request.score, q.device)
+            score_contents = _add_contents(key, request.score, q.device, with_ints)
         key.append(None)
         if mask is not None:
             if type(mask) is BlockMask:
                 key += mask.shape, mask.tile, mask.device, mask.decided is None
                 mask = mask.mask
-            mask_contents = _add_contents(key, mask, q.device)
+            mask_contents = _add_contents(key, mask, q.device, with_ints)
         frozen = tuple(key)
         return frozen, _signatures.get(frozen), [score_contents, mask_contents]
     except (_NotCached, RuntimeError, TypeError):  # RuntimeError: a tensor has no strides
@@ -131,6 +137,7 @@ def store(
     capability: CapabilityKey,
     call: Call,
     lowered: tuple[Lowered | None, Lowered | None],
+    checks_sizes: bool,
 ) -> Call:
     """Cache the signature of a call that has passed all checks. Return the call with its signature,
     or unchanged where such calls cannot be cached."""
@@ -139,10 +146,8 @@ def store(
     if any(low is not None and low.retrace_reason is not None for low in lowered):
         return call
     sources = [() if low is None else low.capture_sources for low in lowered]
-    tensors, _, floats = call.captured
-    signature = CallSignature(
-        spec, capability.trained, sources, None if tensors or floats else call.captured
-    )
+    captured = None if any(call.captured) else call.captured
+    signature = CallSignature(spec, capability.trained, sources, captured, checks_sizes)
     _signatures.put(key, signature)
     return call._replace(signature=signature)
 
@@ -158,8 +163,9 @@ def _add_tensor(key: list, t: Any) -> None:
     key += t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
-def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
-    """Add a score or mask to the key, except the values of floats, and return its contents."""
+def _add_contents(key: list, mod: Any, device: torch.device, with_ints: bool) -> Contents:
+    """Add a score or mask to the key, except the values of floats and, unless `with_ints`, of
+    integers, and return its contents."""
     if type(mod) in _FUNCTIONS:
         parts, functions = _BARE_FUNCTION, [mod]
     elif isinstance(mod, Mod):
@@ -169,7 +175,7 @@ def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
         raise _NotCached
     structure, _, tensors, ints, _ = parts
     key.append(structure)
-    if ints:
+    if with_ints:
         key += ints
     if tensors:
         tensors = [t if t.device == device else to_device_cached(t, device) for t in tensors]

@@ -90,7 +90,10 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     if not compiling and not _is_part(request):
         key, signature, contents = call_cache.lookup(request)
         if signature is not None:
-            return signature.spec, call_cache.call_of(request, signature, contents)
+            call = call_cache.call_of(request, signature, contents)
+            if signature.checks_sizes:
+                check_sizes(request)
+            return signature.spec, call
     request = _check(request)
     lowered = _lower_mods(request, compiling)
     call = _call_of(request, lowered.captured)
@@ -102,8 +105,11 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     elif not needs_self_test(call.q.device):
         # The first call on a GPU is not cached: its kernels are compiled during the self-test.
         spec = _cached_spec(*capability, *spec_values)
-        if key is not None and spec is not None and not _checks_values(request):
-            call = call_cache.store(key, spec, capability, call, (lowered.score, lowered.mask))
+        if key is not None and spec is not None:
+            checks = any(map(_checks_sizes, (request.score, formula_of(request.mask))))
+            call = call_cache.store(
+                key, spec, capability, call, (lowered.score, lowered.mask), checks
+            )
     if spec is None:
         spec = _choose_backend(capability, spec_values, call)
     return spec, call
@@ -152,16 +158,36 @@ def _check(request: Request) -> Request:
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
     if isinstance(mask, BlockMask) and type(keys) is not KV:
         check_block_mask(mask, q, _sizes(request)[2:])  # type: ignore[arg-type]
-    if (
-        type(keys) is not KV
-        and not _is_part(request)
-        and type(formula := formula_of(mask)) is causal
-    ):
-        check_offset(formula, *_sizes(request)[2:])  # type: ignore[arg-type]
+    sizes = _sizes(request)
+    for kind, mod in (("score", request.score), ("mask", formula_of(mask))):
+        if mod is not None:
+            check_function(kind, mod, None if None in sizes else sizes)  # type: ignore[arg-type]
+    check_sizes(request)
     return request._replace(
         scale=scale, dropout=dropout,
         deterministic=flag_of("deterministic", request.deterministic),
     )  # fmt: skip
+
+
+def check_sizes(request: Request) -> None:
+    """Check what the key of a call leaves out (`call_cache`): its number of keys, and the integers
+    and tensors' values of score and mask.
+
+    **Raises:** `ArgumentError` for a score or mask that does not fit these sizes.
+    """
+    if _is_part(request):
+        return
+    sizes, mask = _sizes(request), formula_of(request.mask)
+    if type(mask) is causal and type(request.keys) is not KV:
+        check_offset(mask, *sizes[2:])  # type: ignore[arg-type]
+    for mod in (request.score, mask):
+        if isinstance(mod, Mod):
+            mod.check_sizes(*sizes)
+
+
+def _checks_sizes(mod: Any) -> bool:
+    """Return whether `check_sizes` may refuse a call because of its score or mask."""
+    return type(mod) is causal or (isinstance(mod, Mod) and mod.checks_sizes())
 
 
 def _sizes(request: Request) -> tuple[int, int, int | None, int | None]:
@@ -185,49 +211,37 @@ def _has_tiles(mask: Any) -> bool:
     return isinstance(mask, BlockMask) and facts_under_compile(mask) is None
 
 
-def _checks_values(request: Request) -> bool:
-    """Return whether a mask of the library has to check its tensors at every call."""
-    mask = formula_of(request.mask)
-    return type(request.keys) is not KV and isinstance(mask, Mod) and mask.checks_values()
-
-
 def _lower_mods(request: Request, compiling: bool) -> LoweredMods:
     """Return the graphs of score and mask.
 
-    **Raises:** `ModError` for a function that cannot be traced; `ArgumentError` for a score or mask
-    that does not fit these sizes, and for a block mask whose mask has changed since it was built.
+    **Raises:** `ModError` for a function that cannot be traced; `ArgumentError` for a block mask
+    whose mask has changed since it was built.
     """
     score, mask, block_mask = request.score, request.mask, None
-    sizes, captured, score_counts = _sizes(request), Captured([], [], []), (0, 0, 0)
+    captured, score_counts = Captured([], [], []), (0, 0, 0)
     lowered_score = lowered_mask = None
     if score is not None:
-        lowered_score, captured = _lower("score", score, request, sizes)
+        lowered_score, captured = _lower("score", score, request)
         score_counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if isinstance(mask, BlockMask):
         block_mask, mask = mask, mask.mask
     if mask is not None:
-        lowered_mask, mask_captured = _lower("mask", mask, request, sizes)
+        lowered_mask, mask_captured = _lower("mask", mask, request)
         if block_mask is not None and type(request.keys) is KV:
             uses_query = parse(lowered_mask.text).uses("q_idx")
             capacity = request.keys.capacity(request.k)
-            check_cache_block_mask(block_mask, uses_query, *sizes[:2], capacity)
+            check_cache_block_mask(block_mask, uses_query, *_sizes(request)[:2], capacity)
         if block_mask is not None and not compiling:  # a compiled program checks when it runs
             block_mask.check_decided(lowered_mask.text, mask_captured.tensors)
         captured = mask_captured if score is None else captured.and_then(mask_captured)
     return LoweredMods(lowered_score, lowered_mask, captured, score_counts)
 
 
-def _lower(
-    kind: str, mod: Any, request: Request, sizes: tuple[int, int, int | None, int | None]
-) -> tuple[Lowered, Captured]:
-    """Return the graph of a score or mask and the values that it captures, checked for a call of
-    these sizes (b, h, q_len, kv_len)."""
+def _lower(kind: str, mod: Any, request: Request) -> tuple[Lowered, Captured]:
+    """Return the graph of a score or mask, and the values that it captures."""
     double = request.backend == "reference" or request.q.dtype == torch.float64
     device = request.q.device
-    check_function(kind, mod, None if None in sizes else sizes)  # type: ignore[arg-type]
     structure, functions, captured = take_apart(mod)
-    if not _is_part(request) and isinstance(mod, Mod) and captured.tensors:
-        mod.check_sizes(*sizes)  # type: ignore[arg-type]
     dtype = "f64" if double else "f32"
     if is_compiling():
         factors = [request.q, request.k]

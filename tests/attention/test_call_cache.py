@@ -193,6 +193,28 @@ def test_a_method_is_known_and_its_object_is_read_at_every_call():
     assert torch.equal(hw.attention(q, k, v, mask=near.mask), expected)
 
 
+def test_a_cache_that_grows_is_one_signature():
+    """With a mask whose numbers grow with it; what does not fit is refused all the same."""
+    q, k, v = tensors()
+    q = q[:, :, :2]
+    mask = lambda n: hw.causal(n - 2) & hw.sliding_window(n - 1)
+    run = lambda n, mask: hw.attention(q, k[:, :, :n], v[:, :, :n], mask=mask, backend="cpu")
+    run(3, mask(3))
+    before = len(call_cache._signatures)
+    outs = {n: run(n, mask(n)) for n in range(4, 21)}
+    assert len(call_cache._signatures) == before
+    for n, out in outs.items():
+        at = torch.arange(2)[:, None], torch.arange(n)
+        pairs = mask(n)(torch.tensor(0), torch.tensor(0), *at)
+        torch.testing.assert_close(out, run(n, hw.dense(pairs)))
+    hw.attention(q, k, v, mask=hw.causal(18), backend="cpu")
+    with pytest.raises(ArgumentError, match="masks nothing out"):
+        hw.attention(q, k, v, mask=hw.causal(19), backend="cpu")
+    hw.attention(q, k, v, mask=hw.neighborhood((4, 5), (3, 3)))
+    with pytest.raises(ArgumentError, match="has 16 points"):
+        hw.attention(q, k, v, mask=hw.neighborhood((4, 4), (3, 3)))
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(call_cache._signatures, "capacity", 3)
     call_cache._signatures.clear()

@@ -70,6 +70,19 @@ def test_rows_that_cannot_hold_the_maximum(mask, std):
     torch.testing.assert_close(made, right.float(), rtol=1e-5, atol=1e-5)
 
 
+@BACKENDS
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_mask_of_one_bool_for_all_pairs(backend, kept):
+    q, k, v = (torch.randn(2, 2, 40, 8) for _ in range(3))
+    mask = lambda b, h, i, j: (i >= 0) == kept
+    made, right = (
+        hw.attention_with_stats(q, k, v, mask=m, backend=backend)
+        for m in (hw.dense(torch.tensor(kept)), mask)
+    )
+    for a, b in zip(made, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # -- block masks ----------------------------------------------------------------------------------
 
 

@@ -36,13 +36,15 @@ class CallSignature:
     - `trained`: something requires grad.
     - `capture_sources`: for the score and for the mask, the tensors that their functions capture,
       as (number of the function, number among the tensors that it sees).
-    - `captured`: the captured values, where they are the same for all such calls.
+    - `captured`: the captured values, where there are none.
+    - `checks_sizes`: whether every call has to pass `resolve.check_sizes`.
     """
 
     spec: Spec
     trained: bool
     capture_sources: list[tuple[tuple[int, int], ...]]
     captured: Captured | None
+    checks_sizes: bool
 
 
 class Call(NamedTuple):

@@ -44,14 +44,16 @@ class Mod:
         A length of None always fits: over a cache, positions are checked when they are read.
         """
         for name in self.fields:
-            item = getattr(self, name)
+            item = getattr(self, name, None)
             if isinstance(item, Mod):
                 item.check_sizes(b, h, q_len, kv_len)
 
-    def checks_values(self) -> bool:
-        """Return whether `check_sizes` reads a tensor's values, which may change between calls."""
-        items = (getattr(self, name) for name in self.fields)
-        return any(item.checks_values() for item in items if isinstance(item, Mod))
+    def checks_sizes(self) -> bool:
+        """Return whether `check_sizes` may refuse a call: any class's own may."""
+        if type(self).check_sizes is not Mod.check_sizes:
+            return True
+        items = (getattr(self, name, None) for name in self.fields)
+        return any(item.checks_sizes() for item in items if isinstance(item, Mod))
 
     def _set(self, **fields: Any) -> None:
         """Set fields, as the constructor of a frozen dataclass does."""

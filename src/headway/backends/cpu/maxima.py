@@ -134,6 +134,7 @@ def _masked_blocks(block: PairBlock, item: WorkItem) -> KeyBlocks:
         block.enter(item, segment)
         keep_mask = block.keep_mask()
         if keep_mask is not None:
+            keep_mask = keep_mask[(None,) * (4 - keep_mask.dim())]  # it may be one bool for all
             keep_mask = (
                 torch.where(keep_mask, math.inf, -math.inf).to(block.acc).permute(0, 3, 1, 2)
             )

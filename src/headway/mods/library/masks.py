@@ -384,9 +384,6 @@ class tree(Mask):
                 "headway.inference.attention, where the queries come last"
             )
 
-    def checks_values(self):
-        return isinstance(self.start, Tensor)
-
     def _smallest_start(self, start: Tensor) -> int | None:
         """Return the smallest start of all rows, or None where the host cannot read it.
 

@@ -56,15 +56,16 @@ def plan_of(
     - `wanted`: the gathers that need a gradient.
     - `matrices`: q, k, v and, for a backward, dout.
     """
-    signature, (q, k, v, *dout), short_key = call.signature, matrices, None
+    signature, (q, k, v), short_key = call.signature, matrices[:3], None
     if undecidable(spec, call):  # the plan of other calls keeps the tiles of one moment
         name = *name, undecidable
     describes_call = q is call.q and k is call.k and v is call.v
     if describes_call and signature is not None and signature.spec is spec:
-        short_key = (name, signature)
-        if dout:  # saved tensors may have come back with other strides (`saved_tensors_hooks`)
-            strides = [tensor.stride() for tensor in (*matrices, *call.captured.tensors)]
-            short_key = (name, signature, wanted, *strides)
+        # What a signature leaves out; and saved tensors may have come back with other strides
+        # (`saved_tensors_hooks`).
+        tensors, ints, _ = call.captured
+        strides = [tensor.stride() for tensor in (*matrices, *tensors)]
+        short_key = (name, signature, wanted, k.shape[2], *ints, *strides)
         plan = _plans.get(short_key)
         if plan is not None:
             return plan
