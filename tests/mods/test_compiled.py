@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import headway as hw
 from headway.errors import ArgumentError, ModError
@@ -115,6 +117,67 @@ def test_functions_of_a_model(kind):
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b.expand_as(a), rtol=1e-3, atol=1e-3)
     assert counter.frame_count <= 2
+
+
+BODIES = {
+    "a checkpoint": lambda layer: lambda x: checkpoint(layer, x, use_reentrant=False),
+    "a checkpoint by reentrant autograd": lambda layer: (
+        lambda x: checkpoint(layer, x, use_reentrant=True)
+    ),
+    "a region that is compiled once": lambda layer: torch.compiler.nested_compile_region(
+        lambda x: layer(x)
+    ),
+    "a branch": lambda layer: (
+        lambda x: torch.cond(x.sum() > -1e9, lambda x: layer(x), lambda x: layer(x) * 2, (x,))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [(body, "methods") for body in BODIES] + [("a checkpoint", kind) for kind in KINDS[1:3]],
+)
+def test_functions_of_a_layer_in_a_body(body, kind):
+    """The layer is in the body of a higher-order operator: what a recording does there must not leave it."""
+    layer = Layer(kind)
+    compiled = torch.compile(BODIES[body](layer), backend="aot_eager", fullgraph=True)
+    for length in (12, 9):
+        x = torch.randn(1, H, length, D, generator=_draw, requires_grad=True)
+        out, right = compiled(x), layer(x)
+        torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-4)
+        for a, b in zip(_gradients(layer, out, x), _gradients(layer, right, x), strict=True):
+            torch.testing.assert_close(a, b.expand_as(a), rtol=1e-3, atol=1e-3)
+
+
+def test_a_score_with_an_effect_in_a_checkpoint_is_refused():
+    class Counting(Layer):
+        calls = 0
+
+        def score(self, s, b, h, i, j):
+            self.calls += 1
+            return s
+
+    step = torch.compile(BODIES["a checkpoint"](Counting()), backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match="side effect"):
+        step(torch.randn(1, H, L, D, requires_grad=True))
+
+
+def test_a_mark_on_a_class_is_no_change_of_its_protocols():
+    """Dynamo sets attributes of its own on `nn.Module`; Python asks objects for methods like `__bool__` alone."""
+
+    class Marked(Layer):
+        pass
+
+    x = torch.randn(1, H, L, D, generator=_draw)
+    for _ in range(2):
+        layer = Marked()
+        out = torch.compile(layer, backend="eager", fullgraph=True)(x)
+        torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-5)
+        setattr(Marked, "___mark", True)
+        torch.compiler.reset()
+    Marked.__bool__ = lambda self: True
+    with pytest.raises(ModError, match="uses Marked, a class that changed after it was compiled"):
+        torch.compile(Marked(), backend="eager", fullgraph=True)(x)
 
 
 def test_a_method_sees_what_changes():

@@ -70,9 +70,11 @@ class _KeyWalker(ReadWalker):
     def follow_protocol(self, kind: type) -> None:
         """Refuse a class that got or lost methods of a protocol: Dynamo keeps what it saw first."""
         super().follow_protocol(kind)
-        names = frozenset(name for cls in kind.__mro__ for name in cls.__dict__ if name[:2] == "__")
+        names = frozenset(
+            name for cls in kind.__mro__ for name in cls.__dict__ if name[:2] == name[-2:] == "__"
+        )
         if _protocols.setdefault(kind, names) != names:
-            self.mark_opaque(f"reads {self.label}, whose class changed after it was compiled")
+            self.mark_opaque(f"uses {kind.__name__}, a class that changed after it was compiled")
 
     def follow_items(self, items: Any, keys: Any, step: str, path: Path, ancestors: tuple) -> None:
         for key, item in zip(keys, items, strict=True):
@@ -164,6 +166,18 @@ def _follow(tx: Any, roots: list[Root]) -> _KeyWalker:
         walker.follow_root(root.value, root.called)
     walker.finish()
     return walker
+
+
+def allow_side_effects(allowed: bool) -> bool:
+    """Say whether what Dynamo traces may change what exists outside of the body of a higher-order
+    operator (a checkpoint, for example); return what was said before."""
+    tx = current_frame()
+    if tx is None:
+        return allowed
+    tracer = tx.output.current_tracer
+    before = tracer.unsafe_allow_externally_visible_side_effects
+    tracer.unsafe_allow_externally_visible_side_effects = allowed
+    return before
 
 
 def count_traced() -> int:

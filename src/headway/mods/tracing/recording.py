@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import HeadwayError, ModError
 from ...types import constant_under_compile, fixed, refuse_under_compile
 from ..graph import POSITIONS
-from .key_guards import current_frame
+from .key_guards import allow_side_effects, current_frame
 from .locations import Location, is_internal_file, quote
 from .reads import FunctionReads
 from .tracer import Tracer
@@ -95,8 +95,13 @@ class FunctionRecorder(TorchFunctionMode):
         for symbol in symbols:
             self.bind(symbol)
         name_failures(self.kind)
+        # The stack of modes, which is as before in the end, exists outside of a checkpoint's body.
+        before = allow_side_effects(True)
         with self:
+            allow_side_effects(before)
             result = fn(*symbols)
+            allow_side_effects(True)
+        allow_side_effects(before)
         return self.reference(result)
 
     def recording(self, output: Reference, symbolic: bool) -> tuple:
@@ -327,7 +332,8 @@ def refuse_value(kind: str, what: str) -> None:
 
 
 for _function in (
-    name_of, traced_line, name_failures, node_of, path_of_item, refuse_read, refuse_value,
+    allow_side_effects, name_of, traced_line, name_failures, node_of, path_of_item, refuse_read,
+    refuse_value,
 ):  # fmt: skip
     constant_under_compile(_function)
 
