@@ -155,7 +155,7 @@ def _check(request: Request) -> Request:
     if request.sink is not None:
         check_sink(request.sink, q)
     dropout = request.dropout
-    dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
+    dropout = dropout_of(dropout) if type(dropout) is not float or dropout else 0.0
     if isinstance(mask, BlockMask) and type(keys) is not KV:
         check_block_mask(mask, q, _sizes(request)[2:])  # type: ignore[arg-type]
     sizes = _sizes(request)

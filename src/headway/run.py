@@ -87,7 +87,7 @@ def run_cpu_native(
         return None
     if mask is not None and mask.offset != 0:
         return None
-    if dropout != 0 or type(dropout) is not float or (backend != "auto" and backend != "cpu"):
+    if type(dropout) is not float or dropout != 0 or (backend != "auto" and backend != "cpu"):
         return None
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")

@@ -1,7 +1,9 @@
 """Dropout drops the pairs that the counters say: everywhere, in both directions, for good."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch._functorch.config as functorch_config
@@ -10,6 +12,7 @@ import headway as hw
 import oracle
 from headway import dropout
 from headway.backends import reference
+from headway.errors import ArgumentError
 from headway.resolve import prepare
 from headway.types import Coords
 
@@ -177,6 +180,38 @@ def test_seed_may_be_a_tensor(tensors):
     other = hw.attention(*tensors, dropout=0.5, seed=torch.tensor(SEED))
     assert torch.equal(one, other)
     assert not torch.equal(one, hw.attention(*tensors, dropout=0.5, seed=SEED + 1))
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        math.nan, math.inf, -1e-9, 1 + 1e-9, True, False, np.True_, "0.1", None, 0.1j, [0.1],
+        torch.tensor(0.1), torch.tensor([0.1, 0.2]), torch.tensor(0.1, device="meta"),
+        np.array([0.1, 0.2]), torch.nn.Dropout(0.1),
+    ],
+)  # fmt: skip
+def test_what_is_no_rate_is_refused(tensors, rate):
+    with pytest.raises(ArgumentError, match=r"dropout=.* must be a probability, from 0 to 1"):
+        hw.attention(*tensors, dropout=rate, seed=SEED)
+
+
+@pytest.mark.parametrize("kind", [int, np.float32, np.float64, Fraction])
+def test_a_rate_may_be_any_real_number(tensors, kind):
+    for rate in (0, 1, *(() if kind is int else (0.25,))):
+        one = hw.attention(*tensors, dropout=kind(rate), seed=SEED)
+        assert one.equal(hw.attention(*tensors, dropout=float(rate), seed=np.int64(SEED)))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        2**63, -(2**63) - 1, 3.0, True, "3", torch.Generator(), [3], torch.tensor([3]),
+        *(torch.tensor(3, dtype=t) for t in (torch.int32, torch.uint64, torch.float64, torch.bool)),
+    ],
+)  # fmt: skip
+def test_what_is_no_seed_is_refused(tensors, seed):
+    with pytest.raises(ArgumentError, match=r"seed.* must be an? .*integer or a 0-d int64 tensor"):
+        hw.attention(*tensors, dropout=0.5, seed=seed)
 
 
 def test_without_a_seed_pytorchs_generator_draws_one(tensors):

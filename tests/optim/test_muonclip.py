@@ -213,5 +213,8 @@ def test_a_closure_and_models_without_attention():
         MuonClip(model.parameters())
     with pytest.raises(ArgumentError, match=r"no nn\.Linear"):
         MuonClip(nn.Embedding(2, 2))
+    for wrong in ({"betas": (0.9, 1.0)}, {"weight_decay": -0.1}, {"eps": -1.0}, {"momentum": -0.5}):
+        with pytest.raises(ValueError, match=r"beta parameter|weight decay|epsilon|momentum"):
+            MuonClip(nn.Linear(2, 2), tau=None, **wrong)
     with pytest.raises(ArgumentError, match="make a new one"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

@@ -1,5 +1,6 @@
 """The text: whole files, the same on every load, none of it lost or mixed up by packing."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,18 @@ def test_too_little_text(tmp_path: Path) -> None:
         load_corpus(tmp_path)
     with pytest.raises(CorpusError, match="not a folder"):
         load_corpus(tmp_path / "missing")
+
+
+def test_what_is_no_file_is_not_read(corpus: Corpus, text_folder: Path, tmp_path: Path) -> None:
+    root = tmp_path / "text"
+    shutil.copytree(text_folder, root)
+    (root / "folder.py").mkdir()
+    (root / "dangling.py").symlink_to("nowhere")
+    os.mkfifo(root / "pipe.py")
+    assert load_corpus(root) == corpus
+    (root / os.fsdecode(b"bad\xff.py")).write_text("x = 1")
+    with pytest.raises(CorpusError, match=r"bad.*\.py' is not UTF-8; rename it"):
+        load_corpus(root)
 
 
 def test_packages(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from headway.errors import ArgumentError
 from headway_lab.cli import train as command
 from headway_lab.recipe import TrainConfig, plots, train
+from headway_lab.recipe.errors import RunError
 from headway_lab.recipe.run import Run
 from processes import run_ranks
 
@@ -147,6 +148,9 @@ def test_the_command_starts_processes(texts, capfd):
     assert command.main(arguments) == 0
     assert len(losses(texts.parent / "runs", "started")) == 2
     assert capfd.readouterr().out.count("done: ") == 1  # the first process speaks for all
+    with pytest.raises(RunError, match="exists and is not overwritten"):
+        command.main(arguments)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_cannot_be_shared_out():

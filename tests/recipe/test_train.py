@@ -318,7 +318,9 @@ def test_a_checkpoint_of_another_model(tiny: TrainConfig, quiet: Console, finish
     refused(CheckpointError, "does not fit", tiny, resume=True)
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"config": {}}', "[]"])
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"config": {}}', "[]", "3", '{"config": {}, "corpus": {}, "versions": {}}']
+)
 def test_a_damaged_config(text: str, tiny: TrainConfig, finished: Run) -> None:
     (finished.folder / "config.json").write_text(text)
     refused(RunError, "config.json is damaged", tiny, resume=True)
@@ -329,6 +331,9 @@ def test_damaged_metrics_are_not_cut_off(tiny: TrainConfig, finished: Run) -> No
     lines = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text(lines[0] + "oops\n" + "".join(lines[2:]))
     refused(RunError, "line 2 of 12", tiny, resume=True)
+    for other in ("[1]", '{"loss": 1.0}'):
+        run.metrics.write_text(lines[0] + other + "\n" + "".join(lines[2:]))
+        refused(RunError, "line 2 of 12", tiny, resume=True)
     run.metrics.unlink()
     refused(RunError, "metrics.jsonl is damaged", tiny, resume=True)
 

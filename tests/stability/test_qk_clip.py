@@ -430,12 +430,49 @@ def test_replaced_shared_and_wrapped_parameters_are_refused():
         QKClip(module)
 
 
+@pytest.mark.parametrize("gqa", ["query", "group", "balanced"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("make", [lambda: Attention(8, 4, 2, bias=True), lambda: mla(2)])
+def test_frozen_weights_stay(make, alpha, gqa):
+    """Whatever is frozen: its bits stay, or the clip is refused by the weight's name."""
+    names = [name for name, _ in make().named_parameters() if "norm" not in name]
+    for mask in range(0, 2 ** len(names), 3):
+        module = make()
+        frozen = {name for n, name in enumerate(names) if mask >> n & 1}
+        for name, p in module.named_parameters():
+            p.requires_grad_(name not in frozen)
+        before = {name: p.detach().clone() for name, p in module.named_parameters()}
+        try:
+            clipper = QKClip(module, tau=1e-3, alpha=alpha, gqa=gqa)
+        except ArgumentError as error:
+            named = error.args[0].partition(" is frozen")[0]
+            assert any(name in named for name in frozen) or "no attention" in named
+            continue
+        module(torch.randn(1, 3, 8))
+        clipper.step()
+        assert all(before[name].equal(module.get_parameter(name)) for name in frozen)
+
+
+def test_frozen_layers_are_left_out():
+    pair = nn.ModuleList([Attention(8, 2), Attention(8, 2)])
+    pair[0].requires_grad_(False)
+    clipper = QKClip(pair)
+    assert [layer.name for layer in clipper.layers] == ["1"]
+    pair[1](torch.randn(1, 2, 8))
+    pair[1].k_proj.requires_grad_(False)
+    with pytest.raises(ArgumentError, match="replaced or frozen after"):
+        clipper.step()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tau": 0.0}, "tau=0.0"),
         ({"tau": INF}, "tau=inf"),
+        ({"tau": "100"}, "tau='100' must be a number"),
+        ({"tau": True}, "tau=True must be a number"),
         ({"alpha": 1.5}, "alpha=1.5"),
+        ({"alpha": None}, "alpha=None must be a number"),
         ({"gqa": "max"}, "gqa='max'"),
         ({"group": "world"}, "group='world'"),
     ],

@@ -74,15 +74,13 @@ class MuonClip(torch.optim.Optimizer):
         if not muon:
             raise ArgumentError(f"{type(model).__name__} holds no nn.Linear for Muon to train")
         self.blocks = _blocks(model, per_head, adapters)
-        adam = {"betas": betas, "eps": eps}
-        groups = [
-            {"params": muon, "momentum": momentum, "weight_decay": weight_decay},
-            {"params": decayed, **adam, "weight_decay": weight_decay},
-            {"params": rest, **adam, "weight_decay": 0.0},
-        ]
         # Two optimizers do the work; this one holds their groups and their state.
-        self._muon = _BlockMuon([groups[0]], self.blocks, lr=lr, adjust_lr_fn="match_rms_adamw")
-        self._adamw = torch.optim.AdamW(groups[1:], lr=lr)
+        self._muon = _BlockMuon(
+            muon, self.blocks, lr=lr, weight_decay=weight_decay, momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(groups, lr, betas, eps, weight_decay)
         # torch.distributed.checkpoint takes no more than one group without parameters.
         self._adamw.param_groups = [g for g in self._adamw.param_groups if g["params"]]
         super().__init__(self._muon.param_groups + self._adamw.param_groups, {"lr": lr})

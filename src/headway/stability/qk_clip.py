@@ -25,8 +25,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from ..arguments import number_of
 from ..errors import ArgumentError, HeadwayError
-from .adapters import Adapter, AttentionLayer, check_clippable, find_layers
+from .adapters import Adapter, AttentionLayer, Layout, Role, check_clippable, find_layers
 from .logit_stats import Group, check_group, pack
 from .record import reset
 from .rows import is_strided, local_part, local_rows
@@ -98,6 +99,9 @@ class QKClip:
     - `masters`: from a parameter to its higher-precision copy of the same (local) shape, which is
       scaled too, or to None.
 
+    Layers whose query and key weights are all frozen are left out. One whose weights are frozen in
+    part is refused if a frozen weight would be scaled.
+
     A head whose largest logit is at most tau keeps its weights, bit for bit. So does a head whose
     largest logit is not finite. -inf means that it attended to nothing. For NaN or +inf, the next
     `step` (or `check`) raises an error that names layer and head: no step waits for the device.
@@ -117,24 +121,26 @@ class QKClip:
         adapters: dict[type, Adapter | None] | None = None,
         masters: Masters | None = None,
     ):
+        tau, alpha = number_of("tau", tau), number_of("alpha", alpha)
         if not (math.isfinite(tau) and tau > 0):
             raise ArgumentError(f"tau={tau!r} must be a positive number")
         if not 0 <= alpha <= 1:
             raise ArgumentError(f"alpha={alpha!r} must be from 0 to 1")
         if gqa not in get_args(GQARule):
             raise ArgumentError(f"gqa={gqa!r} must be one of {', '.join(get_args(GQARule))}")
-        self.tau, self.alpha, self.gqa = float(tau), float(alpha), gqa
+        self.tau, self.alpha, self.gqa = tau, alpha, gqa
         self.group = check_group(group)
         self.masters = masters
-        self.layers = find_layers(model, adapters)
+        self.layers = [layer for layer in find_layers(model, adapters) if self._is_trained(layer)]
         if not self.layers:
             raise ArgumentError(
-                f"{type(model).__name__} holds no attention that QK-Clip knows; use headway.nn, or "
-                "pass adapters={YourAttention: function from the module to its Layout}"
+                f"{type(model).__name__} holds no attention that QK-Clip knows and that is trained; use "
+                "headway.nn, or pass adapters={YourAttention: function from the module to its "
+                "Layout}"
             )
         for layer in self.layers:
             check_clippable(layer)
-        self._parameters = [_parameters(layer) for layer in self.layers]
+        self._parameters = [self._scaled(layer) for layer in self.layers]
         _check_unshared(self.layers, self._parameters)
         self._plan: _Plan | None = None
         self._suspect: tuple[Tensor, torch.cuda.Event | None] | None = None
@@ -202,6 +208,32 @@ class QKClip:
         event.record()
         self._suspect = host, event
 
+    def _roles(self, layout: Layout) -> tuple[Role, ...]:
+        """Return the roles whose rows are scaled."""
+        query = self.alpha > 0 or self.gqa == "balanced" or self._spares_keys(layout)
+        key = self.alpha < 1 and not self._spares_keys(layout)
+        return ("query_rope", *["query"] * query, *["key"] * key)  # type: ignore[return-value]
+
+    def _spares_keys(self, layout: Layout) -> bool:
+        return layout.heads > layout.kv_heads and self.gqa == "query"
+
+    def _scaled(self, layer: AttentionLayer) -> list[nn.Parameter]:
+        return _parameters(layer, self._roles(layer.layout))
+
+    def _is_trained(self, layer: AttentionLayer) -> bool:
+        """Return False for a frozen layer. Raise where only a part of what is scaled is frozen."""
+        if not any(p.requires_grad for p in _parameters(layer, ("query", "query_rope", "key"))):
+            return False
+        frozen = [p for p in self._scaled(layer) if not p.requires_grad]
+        if frozen:
+            names = [n for n, p in layer.module.named_parameters() if any(p is f for f in frozen)]
+            raise ArgumentError(
+                f"{layer.name}: {', '.join(names)} is frozen (requires_grad=False), but QK-Clip "
+                "would scale it. Train it or freeze all weights of its queries and keys; "
+                "alpha=1.0 scales queries alone, alpha=0.0 keys alone"
+            )
+        return True
+
     def _factors(self, plan: _Plan, gamma: Tensor) -> Tensor:
         """Return the factor of every row of every target; each is computed as 1 where γ is 1."""
         of_group = torch.ones_like(plan.key_power)
@@ -233,7 +265,7 @@ class QKClip:
             first_head = 0 if is_whole else _first_head(layer, parameters, local_heads)
             kv_start = len(key_power)
             groups += [kv_start + h // per_key for h in range(local_heads)]
-            alone = per_key > 1 and self.gqa == "query"
+            alone = self._spares_keys(layout)
             query_power += [1.0 if alone else self.alpha] * local_heads
             key_power += [0.0 if alone else 1 - self.alpha] * (local_heads // per_key)
             offsets = {
@@ -241,6 +273,7 @@ class QKClip:
                 "query_rope": (1 + total + start, first_head, local_heads),
                 "key": (1 + 2 * total + kv_start, first_head // per_key, local_heads // per_key),
             }
+            offsets = {role: offsets[role] for role in self._roles(layout)}
             for parameter, rows in zip(parameters, _rows(layer, offsets), strict=True):
                 for target, local in self._targets(layer, parameter):
                     targets.append(target)
@@ -273,25 +306,26 @@ class QKClip:
 
     def _check_parameters(self) -> None:
         for layer, parameters in zip(self.layers, self._parameters, strict=True):
-            if any(a is not b for a, b in zip(parameters, _parameters(layer), strict=True)):
+            now = self._scaled(layer)
+            if any(a is not b or not b.requires_grad for a, b in zip(parameters, now, strict=True)):
                 raise ArgumentError(
-                    f"{layer.name}: its parameters were replaced after QKClip was made; make it "
-                    "after sharding and loading, as one makes an optimizer"
+                    f"{layer.name}: its parameters were replaced or frozen after QKClip was made; "
+                    "make it after sharding, loading and freezing, as one makes an optimizer"
                 )
 
 
-def _parameters(layer: AttentionLayer) -> list[nn.Parameter]:
-    """Return the weights and biases that enter the logits."""
+def _parameters(layer: AttentionLayer, roles: Sequence[Role]) -> list[nn.Parameter]:
+    """Return the weights and biases that have rows of these roles."""
     return [
         parameter
         for linear, blocks in layer.layout.projections
-        if any(block.role in ("query", "query_rope", "key") for block in blocks)
+        if any(block.role in roles for block in blocks)
         for parameter in (linear._parameters["weight"], linear._parameters.get("bias"))
         if parameter is not None
     ]
 
 
-def _rows(layer: AttentionLayer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor]:
+def _rows(layer: AttentionLayer, offsets: dict[Role, tuple[int, int, int]]) -> list[Tensor]:
     """Return each row's factor index, by parameter; `offsets`: a role's start, head and count."""
     row_tensors = []
     for linear, blocks in layer.layout.projections:

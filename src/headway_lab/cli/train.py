@@ -1,17 +1,20 @@
 """`headway train`."""
 
+import logging
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from headway.cli.options import default_words
-from headway.errors import ArgumentError
+from headway.errors import ArgumentError, CheckpointError
 
 from ..recipe import TrainConfig, train
+from ..recipe.errors import CorpusError, RunError
 from ..recipe.presets import preset
 from ..recipe.ranks import is_first, started
 from ..recipe.report import say
@@ -84,14 +87,27 @@ def main(arguments: list[str]) -> int:
 
 
 def _start(arguments: list[str], devices: int) -> int:
-    """Start as many processes of this command, which torchrun's agent looks after."""
+    """Start as many processes of this command, which torchrun's agent looks after. What one of them
+    refuses is raised here, without the tracebacks that the agent would log of each."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=devices, run_id="headway-train",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
     )  # fmt: skip
-    return elastic_launch(config, main)(arguments)[0]
+    try:
+        return elastic_launch(config, main)(arguments)[0]
+    except ChildFailedError as error:
+        content: Any = error.get_first_failure()[1].error_file_data
+        with suppress(KeyError, TypeError):  # a process that was killed leaves no file
+            name, _, text = content["message"]["message"].partition(": ")
+            for refusal in (ArgumentError, CheckpointError, CorpusError, RunError):
+                if refusal.__name__ == name:
+                    raise refusal(text) from error
+        raise
 
 
 def _runs(folder: Path) -> str:

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -124,7 +125,7 @@ def load_checkpoint(path: Path) -> TrainingState:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints, oldest first. Those of several devices are folders (`shards.py`)."""
-    paths = [p for p in folder.glob("step-*") if p.suffix == ".safetensors" or p.is_dir()]
+    paths = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+(\.safetensors)?", p.name)]
     return sorted(paths, key=lambda p: int(p.stem.split("-")[1]))
 
 

@@ -86,7 +86,7 @@ def packages_corpus(root: Path | None = None) -> Corpus:
     paths = (
         path
         for path in root.rglob("*")
-        if path.suffix in SUFFIXES and "__pycache__" not in path.parts and path.is_file()
+        if path.suffix in SUFFIXES and "__pycache__" not in path.parts
     )
     texts = _read(root, paths)
     digests: set[bytes] = set()
@@ -130,12 +130,18 @@ def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
 
     def text(path: Path) -> tuple[str, bytes]:
         try:
-            return path.relative_to(root).as_posix(), path.read_bytes()
+            name = path.relative_to(root).as_posix()
+            name.encode()
+            return name, path.read_bytes()
         except OSError as error:
             raise CorpusError(f"corpus: cannot read {path}: {error.strerror}") from error
+        except UnicodeEncodeError as error:
+            raise CorpusError(f"corpus: the name {str(path)!r} is not UTF-8; rename it") from error
 
+    # A broken link is no file, nor is a pipe, which would never end.
+    files = (path for path in paths if path.is_file())
     with ThreadPoolExecutor() as pool:  # a disk serves many readers sooner than one
-        return {name: content for name, content in pool.map(text, paths) if content}
+        return {name: content for name, content in pool.map(text, files) if content}
 
 
 def _corpus(

@@ -171,8 +171,10 @@ class Run:
             lines = self.metrics.read_text().splitlines()
             for n, line in enumerate(lines, start=1):
                 try:
-                    records.append(json.loads(line))
-                except ValueError:
+                    record = json.loads(line)
+                    int(record["step"])
+                    records.append(record)
+                except (ValueError, TypeError, KeyError):
                     if n < len(lines):
                         raise ValueError(f"line {n} of {len(lines)}") from None
         except (OSError, ValueError) as error:
@@ -191,8 +193,11 @@ class Run:
     def _description(self) -> dict[str, Any]:
         path = self.folder / "config.json"
         try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            description = json.loads(path.read_text())
+            if absent := {"config", "corpus", "versions"} - set(description):
+                raise ValueError(f"it has no {', '.join(sorted(absent))}")
+            return description
+        except (OSError, ValueError, TypeError) as error:
             raise _damaged(path, error) from error
 
 
