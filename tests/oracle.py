@@ -161,7 +161,7 @@ def magnitudes(
             sizes["sink"] = size(share.sum((0, 2)))
         # An error of a score is one of exp(score): relative, of the size of the scores.
         spread = 1 + max(sizes["max_logit"], size(t.masked_fill(~kept, 0)))
-        sizes |= {n: spread * sizes[n] for n in ("out", "q", "k", "v")}
+        sizes |= {n: spread * sizes[n] for n in ("out", "q", "k", "v", "sink") if n in sizes}
     if learned and t.requires_grad:
         by = torch.autograd.grad(t, list(learned.values()), dt, allow_unused=True)
         sizes |= {n: 0.0 if g is None else size(g) for n, g in zip(learned, by, strict=True)}
