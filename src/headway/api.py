@@ -360,6 +360,6 @@ def _or_none(mask: Any, q: Any, k: Any) -> Any:
     other mask unchanged."""
     if type(mask) is not causal or mask.offset <= 0 or is_compiling():
         return mask
-    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == 4 == k.dim()):
         return mask
     return None if q.shape[2] <= 1 and mask.offset >= k.shape[2] - 1 else mask

@@ -70,8 +70,8 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
             keys is None if cache is None else cache.page_table is None
         )
         if grows:
-            key += k.shape[2:3] == v.shape[2:3], k.stride()[2:], v.stride()[2:]
-            key += k.shape[:2], k.shape[3:], v.shape[:2], v.shape[3:]
+            (k_b, k_h, k_len, k_d), (v_b, v_h, v_len, v_d) = k.shape, v.shape
+            key += k_len == v_len, k_b, k_h, k_d, v_b, v_h, v_d, k.stride()[2:], v.stride()[2:]
         else:
             key += k.shape, k.stride(), v.shape, v.stride()
         with_ints = not grows or cache is not None  # a cache refuses causal(n) with n > 0
@@ -99,8 +99,8 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
             mask_contents = _add_contents(key, mask, q.device, with_ints)
         frozen = tuple(key)
         return frozen, _signatures.get(frozen), [score_contents, mask_contents]
-    except (_NotCached, RuntimeError, TypeError):  # RuntimeError: a tensor has no strides
-        return None, None, []
+    except (_NotCached, RuntimeError, TypeError, ValueError):
+        return None, None, []  # RuntimeError: a tensor has no strides; ValueError: not four sizes
 
 
 def call_of(request: Request, signature: CallSignature, contents: list[Contents | None]) -> Call:

@@ -18,15 +18,17 @@ def infer(spec: Spec, call: Call) -> Forward:
     sink = None if call.sink is None else call.sink.contiguous()
     if not (q is call.q and k is call.k and v is call.v and sink is call.sink):
         call = call._replace(q=q, k=k, v=v, sink=sink)
-    per_query = lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    shape, dtype = (*q.shape[:3], v.shape[3]), spec.out_dtype(q.dtype)
-    out, lse = torch.empty(shape, dtype=dtype, device=q.device), per_query()
+    (b, hq, q_len, _), device = q.shape, q.device
+    per_query = lambda: torch.empty((b, hq, q_len), dtype=torch.float32, device=device)
+    dtype = spec.out_dtype(q.dtype)
+    out = torch.empty((b, hq, q_len, v.shape[3]), dtype=dtype, device=device)
+    lse = per_query()
     row_max = per_query() if spec.row_max else None
     query_logits = per_query() if spec.max_logit else None
-    if lse.numel():
+    if b and hq and q_len:
         plan, integers = plan_and_integers(spec, call)
         plan.launch(call, integers, out, lse, row_max, query_logits)
-    empty = empty_result(q.device)
+    empty = empty_result(device)
     max_logit = empty if query_logits is None else _max_logit_of_rows(call, query_logits)
     return Forward(out, lse, max_logit, empty if row_max is None else row_max, empty)
 
