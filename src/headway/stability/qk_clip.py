@@ -134,8 +134,8 @@ class QKClip:
         self.layers = [layer for layer in find_layers(model, adapters) if self._is_trained(layer)]
         if not self.layers:
             raise ArgumentError(
-                f"{type(model).__name__} holds no attention that QK-Clip knows and that is trained; use "
-                "headway.nn, or pass adapters={YourAttention: function from the module to its "
+                f"{type(model).__name__} holds no attention that QK-Clip knows and that trains; "
+                "use headway.nn, or pass adapters={YourAttention: function from the module to its "
                 "Layout}"
             )
         for layer in self.layers:
