@@ -178,7 +178,7 @@ def trace_structure(
     numbers = with_numbers if isinstance(mod, Mod | Replay) else None
     recorder = CallRecorder()
     traced = trace(kind, mod, DTYPES[dtype], numbers, recorder if functions else None)
-    if recorder.queried_torch:
+    if recorder.queried_torch or any(r.queries_torch for r in reads):
         traced = trace(kind, mod, DTYPES[dtype], numbers, CallRecorder(), as_called=True)
     # The library's tensors come first, used or not; then the functions' that the graph reads.
     used = [(n, t) for n, t in enumerate(traced.captured) if traced.graph.uses(f"t{n}")]

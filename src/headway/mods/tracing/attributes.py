@@ -2,12 +2,13 @@
 
 import types
 from collections import namedtuple
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .guards import Step
-from .purity import METACLASSES, is_constant_class, is_constant_module
+from .purity import METACLASSES, is_constant_class, is_constant_module, is_library_code
 from .reads import DeferredLookup
 
 if TYPE_CHECKING:
@@ -22,8 +23,12 @@ def lookup_attribute(walker: "ReadWalker", lookup: DeferredLookup, name: str) ->
     value, walker.label = lookup.object, name
     kind = type(value)
     if issubclass(kind, types.ModuleType) and is_constant_module(value.__name__):
-        item = vars(value).get(name, len)  # its functions are not followed
-        if isinstance(item, type | types.ModuleType) or not callable(item):
+        item = vars(value).get(name, vars)
+        if item is vars:  # it has none of this name
+            return
+        if is_library_code(item):
+            walker.reads.key.append((lookup.number, name, item))
+        else:
             walker.follow_attribute(lookup, name, "", item, ("attr", name))
         return
     instance_dict = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
@@ -56,10 +61,13 @@ def _lookup_in_classes(
 ) -> None:
     """Follow an attribute in classes, which `steps` lead to from the object."""
     for n, cls in enumerate(mro):
-        if name not in cls.__dict__ or is_constant_class(cls):
+        if name not in cls.__dict__:
             continue
         descriptor, class_steps = cls.__dict__[name], (*steps, (step, (n, name)))
         kind = type(descriptor)
+        if is_constant_class(cls) and is_library_code(descriptor):
+            walker.reads.key.append(descriptor)
+            continue
         if walker.guarding and step == "type" and not steps:
             if issubclass(type(lookup.object), types.ModuleType):
                 walker.mark_unguarded("an attribute of a module's class")
@@ -72,9 +80,12 @@ def _lookup_in_classes(
             walker.follow_attribute(lookup, name, n, getattr(descriptor, function), *class_steps)
         elif kind is types.MemberDescriptorType:
             # A slot: its value is the object's. The class itself has none to read.
-            if step == "type" and not steps and hasattr(lookup.object, name):
-                slot = getattr(lookup.object, name)
-                walker.follow_attribute(lookup, name, n, slot, ("attr", name))
+            if step == "type" and not steps:
+                with suppress(AttributeError):
+                    slot = descriptor.__get__(lookup.object)
+                    walker.follow_attribute(lookup, name, n, slot, ("attr", name))
         # The class statement makes two of the second: of `__dict__` and of `__weakref__`.
-        elif kind not in (_NAMED_TUPLE_FIELD, types.GetSetDescriptorType):
+        elif kind in (_NAMED_TUPLE_FIELD, types.GetSetDescriptorType):
+            walker.reads.key.append(descriptor)
+        else:
             walker.follow_attribute(lookup, name, n, descriptor, *class_steps)

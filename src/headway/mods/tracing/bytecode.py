@@ -1,13 +1,14 @@
 """List the globals and attributes that byte code reads by name, nested functions included."""
 
 import dis
+import sys
 import types
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 from .locations import Location
-from .purity import is_constant_module
+from .purity import READING_METHODS, is_constant_module
 
 _DUNDERS = frozenset(
     "__class__ __call__ __getitem__ __len__ __contains__ __and__ __or__ __xor__ __invert__ __add__ "
@@ -23,6 +24,8 @@ class CodeNames(NamedTuple):
     - `globals`: names of globals, each with its first location.
     - `attributes`: names of attributes.
     - `opaque_read`: the first instruction that cannot be followed, with its location.
+    - `reading_method`: the first method in C that reads by name and is not called right there, with
+      its location: nobody sees when other C code calls it.
     - `handler`: the first handler of exceptions, whose code may depend on what is missing.
     - `location`: the first line of the code.
 
@@ -33,6 +36,7 @@ class CodeNames(NamedTuple):
     globals: tuple[tuple[str, Location], ...]
     attributes: tuple[str, ...]
     opaque_read: tuple[str, Location] | None
+    reading_method: tuple[str, Location] | None
     handler: tuple[str, Location] | None
     location: Location
 
@@ -60,6 +64,7 @@ def _scan(code: types.CodeType) -> CodeNames:
     codes = list(_nested(code))
     names: dict[str, dict[str, Location]] = {"global": {}, "attr": {}}
     opaque_read: tuple[str, Location] | None = None
+    reading_method: tuple[str, Location] | None = None
     handler: tuple[str, Location] | None = None
     for nested in codes:
         line = nested.co_firstlineno
@@ -72,6 +77,8 @@ def _scan(code: types.CodeType) -> CodeNames:
             access = _ACCESS.get(op.opname)
             if access in names:
                 names[access].setdefault(op.argval, location)
+                if op.argval in READING_METHODS and not _is_call(op):
+                    reading_method = reading_method or (op.argval, location)
             elif access is None and op.opcode in dis.hasname:
                 opaque_read = opaque_read or (f"has the instruction {op.opname}", location)
             by_dunder = access == "attr" and op.argval[:2] == "__" and op.argval not in _DUNDERS
@@ -93,6 +100,7 @@ def _scan(code: types.CodeType) -> CodeNames:
         tuple(names["global"].items()),
         tuple(names["attr"]),
         opaque_read,
+        reading_method,
         handler,
         location,
     )
@@ -107,6 +115,12 @@ _ACCESS = {
     "DELETE_NAME": "",
 }  # fmt: skip
 _OPAQUE_OPCODES = {"MATCH_CLASS", "LOAD_BUILD_CLASS", "LOAD_LOCALS", "IMPORT_STAR"}
+
+
+def _is_call(op: dis.Instruction) -> bool:
+    """Return whether an attribute is loaded to be called (from Python 3.12 on, a bit says so)."""
+    is_load = op.opname == "LOAD_ATTR"
+    return not is_load or (sys.version_info >= (3, 12) and bool((op.arg or 0) & 1))
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

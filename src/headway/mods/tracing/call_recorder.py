@@ -10,16 +10,14 @@ import os
 import sys
 import threading
 import types
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.nn.modules import module as _modules
 
-from .locations import PACKAGE, TORCH, Location, quote
+from .locations import TORCH, Location, file_owner, quote
 from .purity import display_name, is_pure_builtin, is_pure_module, queries_torch_state
 
-_STDLIB = os.path.dirname(os.__file__) + os.sep
 # `Function.apply` is written in Python up to PyTorch 2.13.
 _APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
@@ -201,17 +199,3 @@ def _source_file(frame: types.FrameType) -> str:
     module = sys.modules.get(frame.f_globals.get("__name__", ""))
     is_of_module = module is not None and vars(module) is frame.f_globals
     return getattr(module, "__file__", None) or file if is_of_module else file
-
-
-@lru_cache(maxsize=1024)
-def file_owner(file: str) -> str:
-    """Return whose code is in a file: "internal", "import", "python" or "user"."""
-    if file.startswith("<frozen importlib"):
-        return "import"
-    if file.startswith((PACKAGE, TORCH)):
-        return "internal"
-    if file == _STDLIB + "enum.py":  # the walk follows every member of an enum
-        return "internal"
-    packages = os.sep + "site-packages" + os.sep
-    of_python = file.startswith((_STDLIB, "<frozen ")) and packages not in file
-    return "python" if of_python else "user"

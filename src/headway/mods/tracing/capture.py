@@ -50,14 +50,18 @@ from .purity import (
     has_dynamic_attributes,
     is_constant_class,
     is_constant_module,
+    is_heap_class,
     is_known_class,
+    is_library_code,
     is_numpy_scalar,
     is_pure_builtin,
     is_pure_function,
     key_by_value,
+    queries_torch_state,
 )
 from .reads import DeferredLookup, FunctionReads
 
+_MATCH_FLAGS = 3 << 5  # whether `match` takes objects of a class for sequences, or mappings
 _MAX_OBJECTS = 2000  # one that can read more, or with 4 guards for each, is traced at every call
 
 
@@ -87,20 +91,27 @@ class ReadWalker:
         self.numbers: dict[int, tuple[int, Any]] = {}
         self.attribute_names: dict[str, None] = {}  # in the order of their discovery
         self.deferred: list[DeferredLookup] = []
+        self.reading_methods: list[tuple[str, Location]] = []
         self.checks_classes = False  # calls isinstance or issubclass
         self.unproven_check: str | None = None
 
     def finish(self) -> None:
         """Look up every attribute name in every deferred object, until neither grows."""
-        progress = bool(self.deferred)
+        progress, done = True, 0
         while progress:
             progress, names = False, list(self.attribute_names)
+            for name in names[done:]:
+                self.follow_tensor_classes(name)
+            done = len(names)
             for lookup in self.deferred:  # grows
                 while lookup.names_done < len(names):
                     name = names[lookup.names_done]
                     lookup.names_done += 1
                     lookup_attribute(self, lookup, name)
                     progress = True
+        for name, location in self.reading_methods:  # of strings, unless an object has such a name
+            if not any(name in getattr(lookup.object, "__dict__", ()) for lookup in self.deferred):
+                self.mark_opaque(f"reads the method {name}", location)
         if self.checks_classes and self.unproven_check is not None:
             self.mark_opaque(self.unproven_check)
         if _has_any_global_hook():
@@ -128,7 +139,7 @@ class ReadWalker:
         kind, key = type(value), self.reads.key
         if self.guarding and (kind not in GUARDED_TYPES or (kind is float and value == 0)):
             self.reads.fully_guarded = False
-        if kind in BY_VALUE or kind in BY_TEXT:
+        if kind in BY_VALUE or (kind in BY_TEXT and value == value):  # a NaN is itself alone
             key.append((kind, value if kind in BY_VALUE else repr(value)))
             if self.guarding and kind is range:  # its numbers may be symbols
                 for name in ("start", "stop", "step"):
@@ -143,6 +154,11 @@ class ReadWalker:
             key.append(numbered[0])
             if not self.guarding or id(value) in ancestors:
                 return
+        if kind in BY_TEXT:
+            key.append((kind, repr(value)))
+            self.guard(path, "value", value)
+            self.reads.fully_guarded = False
+            return
         if len(self.numbers) > _MAX_OBJECTS or len(self.reads.guards) > 4 * _MAX_OBJECTS:
             self.mark_opaque(f"can read more than {_MAX_OBJECTS} objects")
             return
@@ -173,6 +189,18 @@ class ReadWalker:
         elif tensor.__dict__:
             self.defer_attributes(tensor, path, ancestors)
 
+    def follow_tensor_classes(self, name: str) -> None:
+        """Follow what the classes of tensors got under a name: the symbols of a trace have it."""
+        for cls in (Tensor, torch.nn.Parameter):
+            item = cls.__dict__.get(name, Tensor)
+            if item is not Tensor and is_library_code(item):
+                self.reads.key.append(item)
+            elif item is not Tensor:
+                self.label = name
+                self.mark_unguarded(f"an attribute of {cls.__name__}")
+                self.reads.key += cls, name
+                self.follow(item, (), ())
+
     def follow_object(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         key = self.reads.key
         # issubclass of the type: isinstance would ask the object, whose __class__ may lie.
@@ -191,7 +219,7 @@ class ReadWalker:
             self.guard(path, "exists")
             if not is_known_class(value) or not is_known_class(kind):
                 self.mark_opaque(f"reads {self.label}, the class {value.__name__} written in C")
-            elif not is_constant_class(value):
+            elif is_heap_class(value):
                 if kind not in METACLASSES and has_dynamic_attributes(kind):
                     self.mark_opaque(f"reads {self.label}, whose metaclass has a __getattr__")
                 lookup = self.defer_attributes(value, path, ancestors)
@@ -240,6 +268,7 @@ class ReadWalker:
         self.guard(path, "exists")
         self.checks_classes |= value in (isinstance, issubclass)
         if not is_pure_builtin(value):
+            self.reads.queries_torch |= queries_torch_state(value)
             self.mark_opaque(f"reads {self.label}, the built-in {display_name(value)}")
         owner = getattr(value, "__self__", None)
         if owner is None or issubclass(type(owner), types.ModuleType | type):
@@ -253,6 +282,9 @@ class ReadWalker:
         key = self.reads.key
         if kind is OrderedDict:
             self.mark_unguarded("an OrderedDict")
+        if type(value) is not kind:  # its class may say otherwise what it contains
+            items = kind.items if issubclass(kind, dict) else kind.__iter__
+            value = kind(items(value))
         if not isinstance(value, set | frozenset | dict):
             key.append((kind, len(value)))
             self.guard(path, "size", len(value))
@@ -304,6 +336,8 @@ class ReadWalker:
         base, is_module = builtin_base(kind), issubclass(kind, torch.nn.Module)
         if is_module and has_hooks(value):
             self.mark_opaque(f"reads {self.label}, a module with hooks")
+        if is_module and value._compiled_call_impl is not None:
+            self.mark_opaque(f"reads {self.label}, a compiled module")
         if is_module:
             self.guard(path, "hooks")
         if is_module and is_constant_class(kind):  # one of torch's own
@@ -313,6 +347,8 @@ class ReadWalker:
             self.mark_opaque(f"reads {self.label}, an object of the type {kind.__name__}")
             return
         if isinstance(value, enum.Enum):
+            key = self.reads.key
+            key.append(value._name_)
             self.follow(value._value_, (*path, ("attr", "value")), ancestors)
             self.follow(kind, (*path, ("attr", "__class__")), ancestors)
         elif base in CONTAINERS:
@@ -331,13 +367,17 @@ class ReadWalker:
 
     def follow_checks(self, cls: type) -> None:
         """Add what `isinstance` and `issubclass` of a class depend on."""
-        self.reads.key += cls.__mro__, abc_token(cls)
+        self.reads.key += cls.__mro__, abc_token(cls), cls.__flags__ & _MATCH_FLAGS
+        self.reads.key.append(type.__repr__(cls))
         if type(cls) not in METACLASSES and not is_constant_class(cls) and defines_checks(cls):
             self.unproven_check = f"asks isinstance of {cls.__name__}, whose metaclass defines it"
 
     def follow_torch_module(self, value: torch.nn.Module, path: Path, ancestors: tuple) -> None:
         """Follow a module of torch's to all that it has, which its code may read."""
         self.reads.modules.add(id(value))
+        if id(kind := type(value)) not in self.numbers:  # it may have been given attributes
+            self.numbers[id(kind)] = len(self.numbers), kind
+            self.defer_attributes(kind, (*path, ("attr", "__class__")), ancestors)
         for name, item in vars(value).items():
             if name not in _MODULE_ATTRIBUTES:
                 self.follow(item, (*path, ("attr", name)), ancestors)
@@ -385,7 +425,7 @@ class ReadWalker:
             self.guard(path, "exists")
             return
         names = names_in_code(fn.__code__)
-        key.append(names)
+        key += names, fn.__qualname__
         if self.guarding:
             self.guard(path, "touch_code")
         self.reads.codes.update(names.codes)
@@ -393,6 +433,8 @@ class ReadWalker:
         opaque_read = names.opaque_read or (names.handler if self.guarding else None)
         if opaque_read is not None:
             self.mark_opaque(*opaque_read)
+        if names.reading_method is not None:
+            self.reading_methods.append(names.reading_method)
         if names.attributes:
             self.attribute_names.update(dict.fromkeys(names.attributes))
         cell_names = fn.__code__.co_freevars
@@ -426,7 +468,9 @@ class ReadWalker:
             if builtin is callable or type(builtin) in BY_VALUE:
                 self.mark_unguarded("a builtin")
             if not (
-                type(builtin) in BY_VALUE or isinstance(builtin, type) or is_pure_builtin(builtin)
+                type(builtin) in BY_VALUE
+                or (isinstance(builtin, type) and is_constant_class(builtin))
+                or is_pure_builtin(builtin)
             ):
                 self.mark_opaque(f"reads {name}")
         if fn.__dict__:

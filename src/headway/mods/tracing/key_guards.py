@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from .bytecode import names_in_code
-from .call_recorder import file_owner
 from .capture import ReadWalker, collect_reads
 from .guards import Path
-from .locations import quote
+from .locations import file_owner, quote
 
 _NUMBERS = {int, float}
 _protocols: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()

@@ -4,6 +4,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -14,6 +15,7 @@ Location = tuple[str, int]  # file, line
 
 PACKAGE = str(Path(__file__).parents[2]) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 def user_location(stop: CodeType) -> Location | None:
@@ -32,6 +34,20 @@ def is_internal_file(file: str) -> bool:
     if file.startswith(PACKAGE):
         return os.path.basename(file) not in ("masks.py", "scores.py")
     return file.startswith((TORCH, "<")) or os.path.basename(file) == "contextlib.py"
+
+
+@lru_cache(maxsize=1024)
+def file_owner(file: str) -> str:
+    """Return whose code is in a file: "internal", "import", "python" or "user"."""
+    if file.startswith("<frozen importlib"):
+        return "import"
+    if file.startswith((PACKAGE, TORCH)):
+        return "internal"
+    if file == _STDLIB + "enum.py":  # the walk follows every member of an enum
+        return "internal"
+    packages = os.sep + "site-packages" + os.sep
+    of_python = file.startswith((_STDLIB, "<frozen ")) and packages not in file
+    return "python" if of_python else "user"
 
 
 def location_in_traceback(error: BaseException) -> Location | None:

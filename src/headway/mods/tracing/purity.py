@@ -7,7 +7,6 @@ reads nothing but its arguments. The walk over a function's reads stops at both.
 import abc
 import enum
 import functools
-import operator
 import sys
 import types
 from collections import OrderedDict
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .locations import file_owner
 
 _ROOT = __name__.partition(".")[0]
 _MODS = _ROOT + ".mods"
@@ -46,8 +47,8 @@ _CONSTANT_MODULES = frozenset(
     "torch.nn.functional torch.nn.parameter torch.autograd.grad_mode numpy".split()
 ) | {_ROOT}
 _CONSTANT_PREFIXES = (_MODS + ".", "torch.nn.modules.", "torch._ops.", "torch.ops.")
-# Classes in C of such modules whose objects read by names that are not in the code.
-_READ_BY_NAME = {operator.attrgetter, operator.methodcaller}
+# Classes in C of such modules whose objects read by names that are not in the code, or the time.
+_READ_MORE = {"attrgetter", "methodcaller", "datetime64"}
 # Modules whose functions wrap those of torch, and read nothing for them.
 _WRAPPER_MODULES = frozenset(
     "torch._ops torch._jit_internal torch._library.custom_ops torch.utils._contextlib "
@@ -97,9 +98,12 @@ _DESCRIPTORS = {
 @functools.lru_cache(maxsize=1024)
 def is_constant_class(cls: type) -> bool:
     """Return whether a class is written in C, or belongs to a module that does not change."""
-    if not cls.__flags__ & _HEAP_TYPE:
-        return True
-    return _is_of_constant_module(cls)
+    return not is_heap_class(cls) or _is_of_constant_module(cls)
+
+
+def is_heap_class(cls: type) -> bool:
+    """Return whether a class can get attributes."""
+    return bool(cls.__flags__ & _HEAP_TYPE)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,7 +144,7 @@ def is_known_class(cls: type) -> bool:
     return all(
         base in _KNOWN_TYPES
         or is_class_statement(base)
-        or (base not in _READ_BY_NAME and _is_of_constant_module(base))
+        or (base.__name__ not in _READ_MORE and _is_of_constant_module(base))
         for base in cls.__mro__
     )
 
@@ -153,16 +157,23 @@ def _is_of_constant_module(cls: type) -> bool:
 
 
 def has_dynamic_attributes(kind: type) -> bool:
-    """Return whether attributes of its objects, or its own, may be computed by `__getattr__`.
+    """Return whether attributes of its objects, or its own, may be computed by `__getattr__`, or
+    are not where `__dict__` says.
 
     The result is not cached: a class may get such a method later.
     """
     for cls in kind.__mro__ if type(kind) is type else (*kind.__mro__, *type(kind).__mro__):
         if is_constant_class(cls):
             continue
-        if "__getattr__" in cls.__dict__ or "__getattribute__" in cls.__dict__:
+        names = cls.__dict__
+        if "__getattr__" in names or "__getattribute__" in names:
+            return True
+        if type(names.get("__dict__", _OWN_DICT)) is not types.GetSetDescriptorType:
             return True
     return False
+
+
+_OWN_DICT = types.FunctionType.__dict__["__dict__"]
 
 
 def abc_token(cls: type) -> object:
@@ -179,14 +190,14 @@ def defines_checks(cls: type) -> bool:
 
 # Built-in functions whose result depends on more than their arguments, or which read by name.
 _IMPURE_BUILTINS = frozenset(
-    "__build_class__ __import__ ascii breakpoint compile delattr dir eval exec format getattr "
-    "globals hasattr hash id input locals open print repr setattr vars".split()
+    "__build_class__ __import__ ascii breakpoint compile delattr dir eval exec format fromfile "
+    "getattr globals hasattr hash id input locals open print repr setattr vars".split()
 )
 
 
 # Methods in C that read by names in their arguments. Of the classes at the root of all others every
 # method may, but for these.
-_READING_METHODS = frozenset({"format", "format_map", "__getattribute__"})
+READING_METHODS = frozenset({"format", "format_map", "__getattribute__"})
 _ROOT_CLASSES = {object, type, super, types.ModuleType}
 _PURE_OF_ROOTS = frozenset(
     "__init__ __new__ __setattr__ __delattr__ __eq__ __ne__ __hash__ __init_subclass__".split()
@@ -211,7 +222,7 @@ def is_pure_builtin(fn: Any) -> bool:
         cls = fn.__objclass__
         if cls in _ROOT_CLASSES:
             return name in _PURE_OF_ROOTS
-        return not cls.__flags__ & _HEAP_TYPE and name not in _READING_METHODS
+        return not cls.__flags__ & _HEAP_TYPE and name not in READING_METHODS
     if isinstance(owner, type):
         return is_constant_class(owner)
     if owner is None or isinstance(owner, types.ModuleType):
@@ -223,13 +234,40 @@ def is_pure_builtin(fn: Any) -> bool:
         )
     if isinstance(owner, Tensor):
         return True
-    return type(owner) in _VALUE_TYPES and name not in _READING_METHODS
+    return type(owner) in _VALUE_TYPES and name not in READING_METHODS
+
+
+def is_library_code(item: Any) -> bool:
+    """Return whether what a module or a class of a library has under a name is the library's code,
+    which is taken not to change. Anything else was put there, and is followed."""
+    kind = type(item)
+    if kind is types.FunctionType or kind is types.BuiltinFunctionType:
+        return _is_library_function(item)
+    if issubclass(kind, staticmethod | classmethod):
+        return is_library_code(item.__func__)
+    if issubclass(kind, property | types.DynamicClassAttribute):
+        return is_library_code(item.fget)
+    return kind in _DESCRIPTORS or (kind.__module__ in _LIBRARY_CALLABLES and callable(item))
+
+
+_LIBRARY_CALLABLES = {"numpy", "typing", "torch._ops"}  # modules of types: ufuncs, List, ops
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library_function(fn: Any) -> bool:
+    if type(fn) is types.FunctionType:
+        return file_owner(fn.__code__.co_filename) != "user"
+    return is_pure_builtin(fn)
 
 
 def is_numpy_scalar(kind: type) -> bool:
     """Return whether a type is one of NumPy's numbers, without loading NumPy."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.number | numpy.bool_)
+    return (
+        numpy is not None
+        and issubclass(kind, numpy.number | numpy.bool_)
+        and is_constant_class(kind)
+    )
 
 
 def key_by_value(value: Any) -> Any:

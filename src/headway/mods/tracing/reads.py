@@ -18,10 +18,14 @@ class FunctionReads:
     - `modules`: the ids of modules that were followed to all that they have.
     - `guards`: the checks that `torch.compile` makes in every call; empty unless asked for.
     - `fully_guarded`: Dynamo guards all of these, the rest is compared by the key.
+    - `queries_torch`: a function that queries torch's state is among them.
     - `opaque_read`: the first read that cannot be followed, with its location; None if all can.
     """
 
-    __slots__ = ("codes", "fully_guarded", "guards", "key", "modules", "opaque_read", "tensors")
+    __slots__ = (
+        "codes", "fully_guarded", "guards", "key", "modules", "opaque_read", "queries_torch",
+        "tensors",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Path, Tensor]] = []
@@ -30,6 +34,7 @@ class FunctionReads:
         self.modules: set[int] = set()
         self.guards: list[Guard] = []
         self.fully_guarded = True
+        self.queries_torch = False
         self.opaque_read: str | None = None
 
 

@@ -5,6 +5,7 @@ A dispatch mode (`tracer.py`) records the ops, and a function mode turns
 and refuses 0-d tensors that index a table.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ..graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
 from ..mod import show
 from .call_recorder import CallRecorder
 from .functions import is_unlinked, link
-from .locations import location_in_traceback, quote
+from .locations import file_owner, location_in_traceback, quote
 from .tracer import Tracer
 from .values import describe_value, flatten_arguments
 
@@ -33,6 +34,12 @@ _TYPE_QUERIES = {
     Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex,
     Tensor.element_size, Tensor.get_device, Tensor.dtype, Tensor.device, Tensor.is_cuda,
     Tensor.is_cpu, Tensor.itemsize, Tensor.layout, Tensor.requires_grad,  # pyrefly: ignore[missing-attribute]
+}  # fmt: skip
+# What these say of a value that the function computes depends on the call.
+_UNKNOWN_OF_SYMBOLS = {
+    getattr(Tensor, name)
+    for name in "requires_grad grad_fn grad is_leaf is_cuda is_cpu is_meta is_inference _version "
+    "_base".split()
 }  # fmt: skip
 # These read memory, below the modes that tell symbols from numbers.
 _MEMORY_READS = {
@@ -98,10 +105,16 @@ class _Indexing(TorchFunctionMode):
         captured = [x for x in args if self.tracer.is_captured(x)]
         symbols = [x for x in args if self.tracer.is_symbol(x)]
         self.tracer.note_shape(*(self.tracer.values[id(x)] for x in symbols))
-        if not captured:
-            return
         if getattr(func, "__name__", "") == "__get__":
             func = func.__self__
+        asker = sys._getframe(2).f_code.co_filename  # PyTorch's own code may ask
+        if symbols and func in _UNKNOWN_OF_SYMBOLS and file_owner(asker) != "internal":
+            self.tracer.refuse(
+                f"asks a value that it computes for {func.__name__}, which is not known in a trace",
+                "ask a captured tensor, or torch.is_grad_enabled()",
+            )
+        if not captured:
+            return
         if func in _SIZE_QUERIES:
             self.tracer.shape_read += captured
         elif func not in _TYPE_QUERIES:
