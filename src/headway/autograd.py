@@ -31,6 +31,7 @@ from .operators import (
     library,
     once_differentiable,
     refuse_create_graph,
+    refuse_create_graph_in_program,
     refuse_second_derivative,
     register_flops,
     warn_traced,
@@ -268,6 +269,7 @@ def differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     """Return the gradients of a call, which refuse to be differentiated. (What Dynamo has traced,
     PyTorch does not differentiate twice.)"""
     if is_dynamo_compiling():
+        refuse_create_graph_in_program()
         return _Attention.gradients(ctx, *grad_outputs)
     if in_forward_mode():
         saved = *grad_outputs, *ctx.saved_tensors

@@ -37,6 +37,8 @@ from .types import (
     Spec,
     Tangents,
     acc_dtype,
+    constant_under_compile,
+    refuse_under_compile,
 )
 
 _INPUTS = (
@@ -425,12 +427,17 @@ def register_flops() -> None:
 
 # -- attention has no second derivative -----------------------------------------------------------
 
+IN_PROGRAM = "create_graph=True in a compiled program, which would drop it"
 HESSIAN = "a backward in forward mode, as torch.func.hessian makes one"
 
 
 def refuse_second_derivative(what: str) -> Never:
     """Raise the error of a second derivative; `what` was differentiated again."""
-    raise BackendRefused(
+    raise BackendRefused(_second_derivative(what))
+
+
+def _second_derivative(what: str) -> str:
+    return (
         f"attention has no second derivative ({what}); if you need one, as for a gradient "
         f"penalty, {MATH}"
     )
@@ -469,6 +476,28 @@ def once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None) 
     return tuple([
         None if g is None else _OnceDifferentiable.apply(g, *differentiable) for g in grads
     ])  # fmt: skip
+
+
+def refuse_create_graph_in_program() -> None:
+    """Refuse the program that Dynamo traces if it takes gradients with `create_graph=True`: their
+    derivative would be lost. (With `trace_autograd_ops`, `torch.autograd.grad` is in the graph.)"""
+    from torch._dynamo import config
+    from torch._dynamo.symbolic_convert import tls
+
+    if not getattr(config, "trace_autograd_ops", False):
+        return
+
+    def check(program: torch.fx.GraphModule) -> None:
+        for node in program.graph.nodes:
+            if node.target is torch.autograd.grad and (
+                node.kwargs.get("create_graph") or any(node.args[4:5])
+            ):
+                refuse_under_compile(BackendRefused, _second_derivative(IN_PROGRAM))
+
+    tls.current_tx.output.add_graph_finalizer(check)
+
+
+constant_under_compile(refuse_create_graph_in_program)
 
 
 def refuse_create_graph(grads: Any, grad_outputs: Any) -> Any:

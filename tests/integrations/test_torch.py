@@ -91,6 +91,28 @@ def test_a_second_derivative_is_refused_not_dropped():
         (out.sum() + grads[0].square().sum()).backward()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_second_derivative_in_a_compiled_program_is_refused(backend):
+    """Where Dynamo traces `torch.autograd.grad`, which it does not by default."""
+    q, k, v = qkv(requires_grad=True)
+
+    def penalty(create_graph, method=False):
+        out = hw.attention(q, k, v, hw.softcap(5.0), hw.causal())
+        if method:
+            out.sum().backward(create_graph=create_graph)
+            return out.sum() + q.grad.square().sum()
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=create_graph)
+        return grad.square().sum() + (out.sum() if create_graph else 0)
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(penalty, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(False), penalty(False))
+        for method in (False, True):
+            with pytest.raises(NotImplementedError, match=r"second derivative.*create_graph=True"):
+                compiled(True, method)
+            torch.compiler.reset()
+
+
 def test_a_mask_may_be_seen_first_below_a_transform():
     """Tracing it is no part of what is transformed."""
     q, k, v = qkv()
