@@ -17,7 +17,7 @@ from .blocks import (
     unbuilt_mask,
 )
 from .blocks.mask import tile_of
-from .distributed.context import Layouts
+from .distributed.context import Layouts, tell_refusal
 from .distributed.layout import Layout
 from .errors import CapturedIndexError, HeadwayError
 from .keywords import unknown_keywords
@@ -93,7 +93,7 @@ def attention(
     (Vaswani et al. 2017, arXiv 1706.03762; computed as in Dao et al. 2022, arXiv 2205.14135)
     """
     if unknown:
-        raise unknown_keywords(attention, unknown)
+        raise tell_refusal(layout, unknown_keywords(attention, unknown))
     if type(q) is not Tensor and any_jagged(q, k, v):
         return nested_attention(Request(
             q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, keys=layout,
@@ -106,7 +106,7 @@ def attention(
         if out is not None:
             return out
     request = Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend)
-    return run_out(request if layout is None else request._replace(keys=Layouts.of(layout)))
+    return run_out(request if layout is None else request._replace(keys=_layouts(layout)))
 
 
 def attention_with_stats(
@@ -141,7 +141,7 @@ def attention_with_stats(
     **Raises:** as `attention`.
     """
     if unknown:
-        raise unknown_keywords(attention_with_stats, unknown)
+        raise tell_refusal(layout, unknown_keywords(attention_with_stats, unknown))
     wanted = {"entropy": entropy, "sink_mass": sink_mass}
     if type(q) is not Tensor and any_jagged(q, k, v):
         return nested_attention_with_stats(Request(
@@ -152,12 +152,20 @@ def attention_with_stats(
     request = Request(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
-    request = request if layout is None else request._replace(keys=Layouts.of(layout))
+    request = request if layout is None else request._replace(keys=_layouts(layout))
     if entropy is sink_mass is False:
         return AttentionOutput(*run(request)[:3])
     request = asking_for(request, wanted)
     results = run(request)
     return with_statistics(request, AttentionOutput(*results[:3]), results, wanted)
+
+
+def _layouts(layout: Any) -> Layouts:
+    """Return the layouts of a call; the other ranks are told if this one refuses them."""
+    try:
+        return Layouts.of(layout)
+    except BaseException as error:  # noqa: BLE001 raised below
+        raise tell_refusal(layout, error)  # noqa: B904 the same error
 
 
 def attention_backward(

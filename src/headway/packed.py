@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from .arguments import check_function, check_sizes, count_of, shown
 from .blocks import BlockMask
 from .caches import TensorCache, stamp_of_numbers
+from .distributed.context import tell_refusal
 from .errors import ArgumentError
 from .keywords import unknown_keywords
 from .mods.base import MaskFn, ScoreFn
@@ -177,6 +178,9 @@ def _nested(values: Tensor, like: Any) -> Tensor:
 def _of_nested(request: Request) -> tuple["Packing", Request]:
     """Return the packing of jagged q, k and v, and the request for their tokens."""
     q, k, v = request.q, request.k, request.v
+    if request.keys is not None:
+        error = ArgumentError("layout= takes no nested tensors; pack them and pass a document mask")
+        raise tell_refusal(request.keys, error)
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not (isinstance(x, Tensor) and x.is_nested and _is_jagged(x)):
             raise ArgumentError(
@@ -188,8 +192,6 @@ def _of_nested(request: Request) -> tuple["Packing", Request]:
                 f"{name} must be (batch, heads, ragged length, width), got {tuple(x.shape)}; move "
                 "heads with .transpose(1, 2)"
             )
-    if request.keys is not None:
-        raise ArgumentError("layout= takes no nested tensors; pack them and pass a document mask")
     if k.offsets() is not v.offsets() or k.lengths() is not v.lengths():
         _check_same_offsets(k, v)
     if q.shape[0] != k.shape[0]:

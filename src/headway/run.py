@@ -138,11 +138,12 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
         if shards is None:
             return compute(request, spec, call)
         return shards.as_dtensors(compute(request, spec, shards.local_call(call)))
-    except Exception as error:
+    except BaseException as error:
         if isinstance(error, HeadwayError):
             raise_under_compile(error)
-        if type(request.keys) is Layouts and not is_compiling():
-            tell_ranks(request.keys, error)
+        layouts = request.keys if shards is None else shards.layouts
+        if type(layouts) is Layouts and not is_compiling():
+            tell_ranks(layouts, error)
         if isinstance(error, CapturedIndexError):
             raise with_place(error, request.score, request.mask) from None
         raise

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .backends.base import Call
 from .blocks import BlockMask
-from .distributed.context import Layouts
+from .distributed.context import Layouts, tell_refusal
 from .distributed.layout import Layout
 from .errors import ArgumentError
 from .memory_order import new_in_order_of
@@ -39,6 +39,12 @@ class Sharded:
     """
 
     def __init__(self, request: Request) -> None:
+        try:
+            self._place(request)
+        except BaseException as error:  # noqa: BLE001 raised below
+            raise tell_refusal(_any_layout(request), error)  # noqa: B904 the same error
+
+    def _place(self, request: Request) -> None:
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -216,6 +222,17 @@ class Sharded:
         return DTensor.from_local(
             result, self.mesh, places, run_check=False, shape=shape, stride=whole.stride()
         )
+
+
+def _any_layout(request: Request) -> Layout | None:
+    """Return a layout of the call's ranks, if the sequence of one of the tensors is sharded."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    for x in (request.q, request.k, request.v):
+        if isinstance(x, DTensor) and Shard(2) in x.placements:
+            group = x.device_mesh.get_group(x.placements.index(Shard(2)))
+            return _chunk_layout(x.shape[2], group)
+    return None
 
 
 def _chunk_layout(length: int, group: Any) -> Layout:

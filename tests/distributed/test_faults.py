@@ -1,11 +1,13 @@
 """One of several ranks misbehaves, anywhere: every rank raises or goes on with right numbers, none
-waits without a word, and all go on with their next call."""
+waits without a word. All go on with their next call where they raised in the same one; else every
+later call over the group refuses."""
 
 import contextlib
 import io
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +70,9 @@ def refused(layout: Layout, x: Tensor) -> list[Callable[[], Any]]:
         lambda: call(x, x, x, mask=hw.document(torch.zeros(layout.local, dtype=torch.int64))),
         lambda: call(x, x, x, mask=blocks),
         lambda: torch.func.vmap(lambda x: call(x, x, x))(torch.stack([x, x])),
+        lambda: call(x, x, x, windows=3), lambda: hw.attention(x, x, x, layout=(layout, 3)),
+        lambda: hw.attention_with_stats(x, x, x, layout=layout, entropy=True),
+        lambda: call(*[torch.nested.nested_tensor([*x.detach()], layout=torch.jagged)] * 3),
     ]  # fmt: skip
 
 
@@ -118,6 +123,7 @@ class Ranks:
                     loss.backward()
             with pytest.raises(ArgumentError, match=f"Either rank {odd} left the backward out"):
                 call() if mine else loss.backward()
+            self.broken_group()  # rank `odd` is a call ahead
             return
         name = {"backward": "backward", "give up backward": "reduce_scatter"}.get(mine)
         backward = lambda: torch.autograd.grad(loss, x)[0]
@@ -153,9 +159,15 @@ class Ranks:
         if result is not None or gave_up:
             with pytest.raises(RuntimeError, match=words):
                 Layout.zigzag(LENGTH, self.group).shard(torch.zeros(LENGTH), 0)
-        if gave_up:
-            self.new_group()
+        if gave_up or not all(everyone):  # some have come to their next call before they raised
+            self.broken_group()
         return None
+
+    def broken_group(self) -> None:
+        """Every call over the group refuses, also on ranks that others have to tell; begin anew."""
+        with pytest.raises(RuntimeError, match="over this process group any more"):
+            Layout.zigzag(LENGTH, self.group).shard(torch.zeros(LENGTH), 0)
+        self.new_group()
 
 
 def raises(grad: Tensor) -> None:
@@ -182,6 +194,60 @@ def faults(seed: int, world: int, rank: int) -> None:
             ranks.step(*step)
         except BaseException as error:
             raise AssertionError(f"seed {seed}, step {n}, rank {rank}: {step}: {error}") from error
+
+
+@contextlib.contextmanager
+def interrupted(line: int):
+    """The line of that number, of those of `headway.distributed` that run, raises as the handler of
+    a signal does."""
+    lines, folder = iter(range(10**9)), os.path.dirname(groups.__file__)
+
+    def of_line(frame: Any, event: str, argument: Any) -> Any:
+        if event == "line" and next(lines) == line:
+            sys.settrace(None)
+            raise (Boom if line % 3 else KeyboardInterrupt)
+        return of_line
+
+    sys.settrace(lambda frame, *_: of_line if frame.f_code.co_filename.startswith(folder) else None)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def interrupts(seed: int, world: int, rank: int) -> None:
+    """Anything may raise on any line of one rank: the others are right or raise. So is the next
+    call, everywhere, unless all calls refuse from then on."""
+    consistency.LATE_SECONDS[:] = 2.0, 2.0
+    ranks = Ranks(seed)
+    draw, numbers = ranks.draw, ranks.numbers
+    for n in range(STEPS):
+        odd, line, plan = draw.randrange(world), draw.randrange(600), draw.choice(PLANS)
+        layout = Layout.zigzag(LENGTH, ranks.group).using(plan)
+        errors = []
+        for turn in range(3):
+            whole = torch.randn(1, HEADS, LENGTH, WIDTH, generator=numbers, requires_grad=True)
+            right = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+            (grad,) = torch.autograd.grad(right.square().sum(), whole)
+            x = whole.detach()[:, :, layout.positions].requires_grad_()
+            bad = interrupted(line) if (turn, rank) == (1, odd) else contextlib.nullcontext()
+            try:
+                with bad:
+                    out = hw.attention(x, x, x, mask=hw.causal(), layout=layout)
+                    out.square().sum().backward()
+            except (Boom, KeyboardInterrupt, ArgumentError, RuntimeError) as error:
+                errors.append(str(error))
+                continue
+            for actual, expected in ((out, right), (x.grad, grad)):
+                if not actual.isnan().any() or not turn:
+                    where = f"seed {seed}, step {n}, rank {rank}, turn {turn}, line {line} of {odd}"
+                    torch.testing.assert_close(
+                        actual, expected[:, :, layout.positions], msg=lambda m, w=where: f"{w}: {m}"
+                    )
+        failed = torch.tensor(len(errors))
+        dist.all_reduce(failed, group=dist.group.WORLD)
+        if failed:
+            ranks.new_group()
 
 
 def by_messages(seed: int, world: int, rank: int) -> None:
@@ -280,6 +346,57 @@ def leaves(name: str, world: int, rank: int) -> None:
     assert time.monotonic() - began < 30
 
 
+def leaves_first(name: str, world: int, rank: int) -> None:
+    """A rank that leaves before its first call over a group, or in it: the others name it."""
+    layout = Layout.zigzag(LENGTH, dist.new_group(timeout=timedelta(seconds=60)))
+    x = torch.randn(1, 2, layout.local, 4)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if rank == 1:
+            raise SystemExit
+        return s
+
+    began = time.monotonic()
+    with (
+        contextlib.suppress(SystemExit)
+        if rank == 1
+        else pytest.raises(
+            (ArgumentError, RuntimeError),
+            match="rank 1 has left" if name == "before" else "rank 1: ",
+        )
+    ):
+        if rank == 1 and name == "before":
+            os._exit(0)
+        hw.attention(x, x, x, score, layout=layout)
+    assert time.monotonic() - began < 30
+
+
+def skips_batches(world: int, rank: int) -> None:
+    """A loop that goes on after every error, as one that skips bad batches does. What raises on one
+    rank puts it a step ahead of the others: no step mixes with another."""
+    consistency.LATE_SECONDS[:] = 1.0, 1.0
+    for fault in ("hook", "left out", "kernel"):
+        layout = Layout.zigzag(LENGTH, dist.new_group(timeout=timedelta(seconds=60)))
+        right = []
+        for step in range(6):
+            whole = torch.full((1, 2, LENGTH, 4), step + 1.0)
+            x = whole[:, :, layout.positions].requires_grad_()
+            bad = rank == 1 and step == 2
+            name = "backward" if bad and fault == "kernel" else ""
+            try:
+                out = hw.attention(x, x, x, layout=layout)
+                if bad and fault == "hook":
+                    out.register_hook(raises)
+                loss = x.sum() if bad and fault == "left out" else out.sum()
+                with failing(get("cpu"), name, 0) if name else contextlib.nullcontext():
+                    loss.backward()
+            except (Boom, ArgumentError, RuntimeError):
+                continue
+            right.append(step)
+            torch.testing.assert_close(out, x)  # equal values, so their mean
+        assert fault == "kernel" or right[-1] <= 2
+
+
 def threads(world: int, rank: int) -> None:
     """Two threads over one group: each call raises or is right, and a thread is told."""
     group = dist.new_group(timeout=timedelta(seconds=60))
@@ -316,6 +433,11 @@ def test_faults(seed, tmp_path):
     run_ranks(3, (partial(faults, seed),), tmp_path)
 
 
+@pytest.mark.parametrize("seed", [0, *map(long, range(1, 20))])
+def test_interrupts(seed, tmp_path):
+    run_ranks(3, (partial(interrupts, seed),), tmp_path)
+
+
 @pytest.mark.parametrize("seed", [2357, *map(long, range(20))])
 def test_faults_by_messages(seed, tmp_path):
     run_ranks(3, (partial(by_messages, seed),), tmp_path)
@@ -342,6 +464,15 @@ def test_what_is_kept_for_a_group_lasts_as_long_as_it():
 @pytest.mark.parametrize("name", ["", "backward", "gather"])
 def test_leaves(name, tmp_path):
     run_ranks(3, (partial(leaves, name),), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["before", "in"])
+def test_leaves_first(name, tmp_path):
+    run_ranks(3, (partial(leaves_first, name),), tmp_path)
+
+
+def test_skips_batches(tmp_path):
+    run_ranks(3, (skips_batches,), tmp_path)
 
 
 def test_threads(tmp_path):

@@ -1,5 +1,6 @@
 """Whatever ranks do that is not the same, every rank raises: nothing is exchanged, nothing hangs, and
-they go on with their next call."""
+they go on with their next call. Where only some of them were in a backward, some are a step ahead,
+and every later call over their group refuses."""
 
 import random
 from datetime import timedelta
@@ -140,7 +141,16 @@ def steps(seed: int, world: int, rank: int) -> None:
         if not fits:  # the numbers that were drawn differ from rank to rank
             at.numbers.set_state(state)
             del at.pending[before:]
+        if odd is not None and (other[0] == "backward") != (usual[0] == "backward"):
+            refuses(group)
+            at.group = group = dist.new_group(timeout=timedelta(seconds=60))
+            at.pending.clear()
     assert unlike > STEPS // 8
+
+
+def refuses(group) -> None:
+    with pytest.raises(RuntimeError, match="over this process group any more"):
+        Layout.contiguous(LENGTH, group).shard(torch.zeros(LENGTH), 0)
 
 
 def named(world: int, rank: int) -> None:
@@ -200,6 +210,8 @@ def backwards(world: int, rank: int) -> None:
     both = out.backward, lambda: hw.attention(x, x, x, layout=layout)
     with pytest.raises(ArgumentError, match=r"0: the backward of attention.*rank 1: attention"):
         both[rank]()
+    refuses(group)
+    layout = layout.on(dist.new_group(timeout=timedelta(seconds=60)))
     # Computed again while a backward runs.
     call = lambda x: hw.attention(x.sin(), x, x, mask=hw.causal(), layout=layout).cos()
     for reentrant in (False, True):

@@ -9,7 +9,7 @@ the backward of the same call.
 """
 
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec
 from .layout import Layout
 from .shard_table import NO_MESH
 
+_Error = TypeVar("_Error", bound=BaseException)
 _INPUTS = (
     "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, "
     "Tensor[] tensors, SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, "
@@ -107,14 +108,24 @@ def attention(
     return run_operators(_OVER_RANKS, spec.over_ranks(exchange), *operands, *tables)
 
 
-def tell_ranks(layouts: Layouts, error: Exception) -> None:
+def tell_ranks(layouts: Layouts, error: BaseException) -> None:
     """Tell the other ranks of a call, unless they know, that this one raises before its exchange:
-    they raise too."""
+    they raise too. An interrupt waits for none of them."""
     if layouts.q.group_name and not getattr(error, "ranks_told", False):
         from .exchange import run
 
         with suppress(Exception):
-            run.tell_refusal(layouts.q.group_name, layouts.q.positions.device)
+            device, waits = layouts.q.positions.device, isinstance(error, Exception)
+            run.tell_refusal(layouts.q.group_name, device, waits)
+
+
+def tell_refusal(layout: Any, error: _Error) -> _Error:
+    """Tell the other ranks of an argument `layout` that this one refuses the call. Return the
+    error."""
+    q = layout[0] if isinstance(layout, tuple) and layout else layout
+    if isinstance(q, Layout) and not is_compiling():
+        tell_ranks(Layouts(q, None), error)
+    return error
 
 
 def _exchange_of(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import flag_of
+from ..distributed.context import tell_refusal
 from ..errors import ArgumentError
 from ..mods.library.packed import PackedMask
 from ..run import run
@@ -57,9 +58,8 @@ def asking_for(request: Request, wanted: dict[str, Any]) -> Request:
         if not flag_of(name, flag):
             continue
         if request.keys is not None:
-            raise ArgumentError(
-                f"{name}=True does not go with layout=; measure it on a rank that has all keys"
-            )
+            error = f"{name}=True does not go with layout=; measure it on a rank that has all keys"
+            raise tell_refusal(request.keys, ArgumentError(error))
         if any_sharded(request.q, request.k, request.v):
             raise ArgumentError(f"{name}=True takes no DTensors; pass q.to_local(), k and v too")
     return request._replace(entropy=bool(wanted["entropy"]))

@@ -10,6 +10,10 @@ A rank that raises later, in a kernel, still sends what the others wait for, fil
 it begins one more check, which it refuses: the others come to it at the end of the same call, or
 with their next one, and raise too. A rank that is late is waited for, and standard error says for
 whom.
+
+Ranks go on after an error, unless some raised in a backward and others outside of it, or in their
+next call. Those are a step ahead, and all later results would mix steps, so the ranks give the
+group up, and every later call refuses.
 """
 
 import math
@@ -27,7 +31,18 @@ import torch.distributed as dist
 
 from ...errors import ArgumentError
 from ..groups import GroupDict
-from .fields import FIELDS
+from .fields import (
+    ACTIONS,
+    BACKWARD,
+    FORWARD,
+    NUMBERS,
+    RECOMPUTE,
+    described,
+    error_of_other_calls,
+    failure_words,
+    in_backward,
+    ranks_with,
+)
 from .in_progress import this_thread
 from .pull import abort_transfers
 from .shared_memory import RankLeft, SharedMemoryCompare, rank_names, shared_memory_compare
@@ -36,24 +51,20 @@ from .shared_memory import RankLeft, SharedMemoryCompare, rank_names, shared_mem
 # has failed waits for the others as long as the first before it raises.
 LATE_SECONDS = [10.0, 60.0]
 
-# A call, its backward, or the call repeated in a backward, as activation checkpointing does.
-_DESCRIPTIONS = (
-    "{}", "the backward of {}, call {} over these ranks",
-    "{}, again for a backward behind call {} over these ranks",
-)  # fmt: skip
-_FORWARD, _BACKWARD, _RECOMPUTE = range(3)
-_ACTIONS = [(name, phase) for name in FIELDS for phase in range(len(_DESCRIPTIONS))]
 # What a rank's check says: that it makes the call, refuses it, or has failed in the call before.
 # Flags in shared memory are the latter, or that a rank has left an exchange undone.
-_ACCEPTED, _REFUSED, _FAILED, _GAVE_UP = range(4)
+_ACCEPTED, _REFUSED, _FAILED, _GAVE_UP, _HASHED = range(5)
 _GAVE_UP_KEY = "headway-gave-up"  # in the store of ranks that share no memory
-_HEADER = 3  # numbers before the fields: one of these, the action, its call
-_NUMBERS = _HEADER + max(map(len, FIELDS.values()))  # that every rank sends for any operation
 _POLL = timedelta(milliseconds=100)
 _LEAVING_SECONDS = 1.0  # between the end of a rank's connections and that of its process
+_ANEW = "Nothing can be exchanged over this process group any more: make it and its layouts anew"
 _GAVE_UP_WORDS = (
-    " left a call in the middle of an exchange, or called from two threads; see the error there. "
-    "Nothing can be exchanged over this process group any more: make it and its layouts anew"
+    " left a call in the middle of an exchange, raised where the others were in another call, or "
+    f"called from two threads; see the error there. {_ANEW}"
+)
+_OUT_OF_STEP = (
+    "in an earlier call ranks raised in different places, so some are a step ahead of others, and "
+    f"results would mix their steps. {_ANEW}"
 )
 _FIRST_CALL = (
     ", in its first call over this process group; a rank that does not come has raised before, or "
@@ -89,6 +100,7 @@ class ConsistencyCheck:
     - `forward_number`: in a backward, the `number` of its forward; else 0.
     - `number`: of this check among the group's checks, the same on all ranks; 0 before it begins.
     - `error`: what this rank raised between exchanges.
+    - `tells`: it says how the call ended, and is no call of its own.
 
     **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ, or the
     rank that refuses the call; `RuntimeError` where a rank raised later or has left. An error that
@@ -101,7 +113,8 @@ class ConsistencyCheck:
         self.channel = channel = _channel(group, device)
         self.group, self.shared_memory = channel.group, channel.shared_memory
         self.operation, self.forward_number, self.number = operation, forward_number, 0
-        self.pending, self.work = False, None
+        self.pending, self.tells, self.work = False, False, None
+        self.sent: torch.Tensor | None = None
         self.disagreement: Exception | None = None
         self.error: Exception | None = None
         self.waits_since: float | None = None
@@ -117,6 +130,9 @@ class ConsistencyCheck:
             check, channel.unfinished = channel.unfinished, None
             with suppress(Exception):
                 check.wait()
+            if channel.broken:
+                channel.lock.release()
+                raise mark_told(RuntimeError(channel.broken))
         this_thread.check = self
         return self
 
@@ -139,31 +155,38 @@ class ConsistencyCheck:
             return
         if self.disagreement is not None or isinstance(error, RankLeft | _GroupBroken):
             return
-        self.wait()
         if error is not None:
-            self.channel.give_up("this rank" + _GAVE_UP_WORDS)
-        elif self.error is not None:
+            with suppress(Exception):
+                self.wait(_patience(error))
+            if self.disagreement is None:
+                self.channel.give_up("this rank" + _GAVE_UP_WORDS)
+            return
+        self.wait()
+        if self.error is not None:
             self._tell(_FAILED, self.error)
             raise self.error
         elif failed := self._failed_ranks():
-            failure = RuntimeError(_failure(rank_names(failed), str(self)))
+            failure = RuntimeError(failure_words(rank_names(failed), str(self)))
             self._tell(_ACCEPTED, failure)
             raise failure
 
     def begin(self, fields: Sequence[Any], state: int = _ACCEPTED) -> None:
         """Begin to compare this rank's fields with those of the others."""
         self.number, call_before = self.channel.counter.next_number()
-        phase = _RECOMPUTE if call_before is not None else _FORWARD
+        phase = RECOMPUTE if call_before is not None else FORWARD
         if self.forward_number:
-            phase = _BACKWARD
-        action = _ACTIONS.index((self.operation, phase))
+            phase = BACKWARD
+        action = ACTIONS.index((self.operation, phase))
         self.numbers = [state, action, self.forward_number or call_before or 0, *map(int, fields)]
         self.pending = True
         if self.shared_memory is None:
             self._send()
         else:
-            # The hash of a tuple of integers is the same in every process; small ones are states.
-            number = hash(tuple(self.numbers)) | (_GAVE_UP + 1) if state == _ACCEPTED else state
+            # The hash of a tuple of integers is the same in every process. Numbers without its bit
+            # are a state and an action.
+            number = (
+                hash(tuple(self.numbers)) | _HASHED if state == _ACCEPTED else action << 3 | state
+            )
             self.shared_memory.write(number)
 
     def wait(self, seconds: float = math.inf) -> None:
@@ -175,11 +198,11 @@ class ConsistencyCheck:
         if self.pending:
             self.limit, self.waits_since = seconds, None
             try:
-                self._compare()
-            except _NotYet:
-                raise
-            except Exception as error:  # noqa: BLE001 raised below, at every wait
-                self.disagreement = error
+                error = self._compare()
+            except (RankLeft, _GroupBroken) as raised:
+                error = raised
+            self.disagreement = error  # raised at every wait
+            if error is not None:
                 abort_transfers(self.group, not isinstance(error, RankLeft | _GroupBroken))
             self.pending = False
         if self.disagreement is not None:
@@ -207,24 +230,30 @@ class ConsistencyCheck:
 
     # -- what ranks compare ------------------------------------------------------------------------
 
-    def _compare(self) -> None:
+    def _compare(self) -> Exception | None:
+        """Wait for all ranks; return the error that all of them raise."""
         if self.work is None:
+            if self.sent is not None:  # an interrupt came while it was sent
+                self._break("this rank" + _GAVE_UP_WORDS)
             assert self.shared_memory is not None
             equal = self.shared_memory.all_equal(self._report_late)
             if equal and self.numbers[0] == _ACCEPTED:
-                return
-            self._raise_states(self.shared_memory.numbers())
+                return None
+            numbers = self.shared_memory.numbers()
+            error = self._error_of_states([(number & 7, number >> 3) for number in numbers])
+            if error is not None:
+                return error
             self._send()  # all ranks come here, to find out what differs
         self._wait_for_messages()
-        self._raise_differences(self.gathered.tolist())
+        return self._difference(self.gathered.tolist())
 
     def _send(self) -> None:
-        padded = self.numbers + [0] * (_NUMBERS - len(self.numbers))
+        padded = self.numbers + [0] * (NUMBERS - len(self.numbers))
         local = torch.tensor(padded, dtype=torch.int64, device=self.channel.device)
         self.gathered = local.new_empty((self.group.size(), len(local)))
+        self.sent = local  # kept alive until it has been sent
         # The group's own method: `dist.all_gather` takes the host three times as long.
         self.work = self.group.allgather([list(self.gathered.unbind())], [local])
-        self.sent = local  # kept alive until it has been sent
 
     def _wait_for_messages(self) -> None:
         assert self.work is not None
@@ -235,40 +264,52 @@ class ConsistencyCheck:
             try:
                 self.work.wait(_POLL)
                 return
-            except RuntimeError:
+            except RuntimeError as error:
                 if self.work.is_completed():
                     self._raise_left(_LEAVING_SECONDS)
-                    raise
+                    raise RankLeft(f"{error} (this rank is in {self})") from error
             self.channel.store().set(self._waiting_key(self.group.rank()), "")
             self._raise_left()
             self._report_late(self._absent)
 
-    def _raise_differences(self, per_rank: list[list[int]]) -> None:
-        """Raise where the numbers of ranks differ."""
+    def _difference(self, per_rank: list[list[int]]) -> Exception | None:
+        """Return the error of ranks whose numbers differ."""
         first = per_rank[0]
         if first[0] == _ACCEPTED and all(numbers == first for numbers in per_rank):
-            return
-        self._raise_states([numbers[0] for numbers in per_rank])
-        _raise_other_calls(per_rank)
+            return None
+        error = self._error_of_states([(numbers[0], numbers[1]) for numbers in per_rank])
+        if error is not None:
+            return error
+        if len({in_backward(numbers[1]) for numbers in per_rank}) > 1:
+            self.channel.give_up(_OUT_OF_STEP)
+        return error_of_other_calls(per_rank)
 
-    def _raise_states(self, states: list[int]) -> None:
-        """Raise where a rank does not accept its call."""
-        if _FAILED in states:
+    def _error_of_states(self, per_rank: list[tuple[int, int]]) -> Exception | None:
+        """Return the error where a rank does not accept its call, from all states and actions."""
+        states = [state for state, _ in per_rank]
+        refused = {in_backward(action) for state, action in per_rank if state == _REFUSED}
+        here = in_backward(self.numbers[1])
+        failed = _FAILED in states
+        if (failed and not self.tells) or refused - {here}:
+            self.channel.give_up(_OUT_OF_STEP)
+        if failed:
             call = f"call {self.number - 1} over these ranks"
-            raise RuntimeError(_failure(_ranks(states, _FAILED), call))
-        if _REFUSED in states:
-            raise ArgumentError(
-                f"{_ranks(states, _REFUSED)}: the local length does not fit the layout, or the "
+            return RuntimeError(failure_words(ranks_with(states, _FAILED), call))
+        if refused:
+            return ArgumentError(
+                f"{ranks_with(states, _REFUSED)}: the local length does not fit the layout, or the "
                 "call was refused there; see the error on that rank. Cut every tensor with "
                 "layout.shard()"
             )
+        return None
 
     # -- ranks that fail, leave, or are late -------------------------------------------------------
 
     def _next(self) -> "ConsistencyCheck":
         """Return another check of this call."""
         check = ConsistencyCheck.__new__(ConsistencyCheck)
-        check.__dict__.update(self.__dict__, number=0, disagreement=None, error=None, work=None)
+        check.__dict__.update(self.__dict__, number=0, disagreement=None, error=None)
+        check.work, check.sent, check.tells = None, None, True
         return check
 
     def _tell(self, state: int, error: BaseException | None) -> None:
@@ -277,7 +318,7 @@ class ConsistencyCheck:
         check = self._next()
         try:
             check.begin((), state)
-            check.wait(LATE_SECONDS[0] if isinstance(error, Exception) else 0)
+            check.wait(_patience(error))
         except _NotYet:
             self.channel.unfinished = check
         except Exception:  # noqa: BLE001 this rank's own error is raised
@@ -294,7 +335,7 @@ class ConsistencyCheck:
             return []
         flags = self.shared_memory.failures.tolist()
         if any(flag & 3 == _GAVE_UP for flag in flags):
-            self._break(_ranks([flag & 3 for flag in flags], _GAVE_UP) + _GAVE_UP_WORDS)
+            self._break(ranks_with([flag & 3 for flag in flags], _GAVE_UP) + _GAVE_UP_WORDS)
         return [rank for rank, flag in enumerate(flags) if flag >> 2 == self.number]
 
     def _break(self, why: str) -> None:
@@ -321,9 +362,9 @@ class ConsistencyCheck:
         if waited >= self.limit:
             raise _NotYet
         self._failed_ranks()
+        if self.shared_memory is None and self.channel.store().check([_GAVE_UP_KEY]):
+            self._break(self.channel.store().get(_GAVE_UP_KEY).decode() + _GAVE_UP_WORDS)
         if waited >= self.next_line:
-            if self.shared_memory is None and self.channel.store().check([_GAVE_UP_KEY]):
-                self._break(self.channel.store().get(_GAVE_UP_KEY).decode() + _GAVE_UP_WORDS)
             self.next_line += LATE_SECONDS[1]
             _say_late(self.group.rank(), waited, f"{whom()}, in {self}")
 
@@ -337,68 +378,13 @@ class ConsistencyCheck:
         return f"headway-waits-{self.number}-{rank}"
 
     def __str__(self) -> str:
-        return _described(self.numbers[1], self.numbers[2], self.number)
+        return described(self.numbers[1], self.numbers[2], self.number)
 
 
-def _described(action: int, call: int, number: int) -> str:
-    """Return the words for a call."""
-    operation, phase = _ACTIONS[action]
-    if phase == _FORWARD:
-        return f"{operation}, call {number} over these ranks"
-    return _in_words(action, call)
-
-
-def _in_words(action: int, call: int) -> str:
-    """Return the words for what all ranks compare of a call."""
-    operation, phase = _ACTIONS[action]
-    if phase == _RECOMPUTE and not call:  # made before the first one, or too long ago
-        return f"{operation}, again for a backward"
-    return _DESCRIPTIONS[phase].format(operation, call)
-
-
-def _failure(ranks: str, call: str) -> str:
-    """Return the words for ranks that raised between exchanges."""
-    return (
-        f"{ranks} raised in {call}; see the error there. Every rank of the layout raises, since "
-        "results depend on those of all"
-    )
-
-
-def _raise_other_calls(per_rank: list[list[int]]) -> None:
-    """Raise where ranks make other calls, or the same with other fields."""
-    actions = [tuple(numbers[1:3]) for numbers in per_rank]
-    if any(action != actions[0] for action in actions):
-        described = [f"rank {rank}: {_in_words(*action)}" for rank, action in enumerate(actions)]
-        guess = _guess([_ACTIONS[action][1] for action, _ in actions])
-        raise ArgumentError(
-            f"ranks do not make the same call: {'; '.join(described)}. All ranks of a layout make "
-            f"the same calls in the same order, and call backward in the same order{guess}"
-        )
-    operation, _ = _ACTIONS[actions[0][0]]
-    for n, name in enumerate(FIELDS[operation], _HEADER):
-        column = [numbers[n] for numbers in per_rank]
-        majority = max(column, key=column.count)
-        outliers = [number != majority for number in column]
-        if any(outliers):
-            differ = f"{_ranks(outliers, True)} differ{'s' * (sum(outliers) == 1)} from the others"
-            if len(per_rank) == 2:  # neither is a majority
-                differ = "ranks 0 and 1 differ"
-            raise ArgumentError(
-                f"ranks do not make the same call: {differ} in {name}; all ranks of a layout pass "
-                "the same mask, score and options, with tensors that are the same everywhere"
-            )
-
-
-def _guess(phases: list[int]) -> str:
-    """Return what may have happened where some ranks are in a backward and others are not."""
-    if _FORWARD not in phases or set(phases) == {_FORWARD}:
-        return ""
-    ahead = _ranks(phases, _FORWARD)
-    behind = rank_names(rank for rank, phase in enumerate(phases) if phase != _FORWARD)
-    return (
-        f". Either {ahead} left the backward out (a hook or code of yours raised in it, or the "
-        f"loss does not depend on the call), or {behind} left a call out"
-    )
+def _patience(error: BaseException | None) -> float:
+    """Return for how many seconds a rank with an error waits for others. An interrupt is to end
+    the call at once."""
+    return LATE_SECONDS[0] if isinstance(error, Exception) else 0
 
 
 def mark_told(error: BaseException) -> BaseException:
@@ -475,6 +461,8 @@ _channels: GroupDict[_CheckChannel] = GroupDict()
 # Groups whose channels are being made, and whether another thread has asked for one meanwhile.
 _groups_in_creation: dict[Any, bool] = {}
 _creation = threading.Lock()
+# Collectives in which the ranks of a group meet for the first time; an interrupt may end the wait.
+_meetings: GroupDict[Any] = GroupDict()
 _CPU = torch.device("cpu")
 
 
@@ -518,9 +506,17 @@ def _new_channel(group: Any, device: torch.device) -> _CheckChannel:
 
 
 def _meet(group: Any, timeout: float) -> None:
-    """Wait until every rank makes its first call over a group. Say on standard error for whom."""
+    """Wait until every rank makes its first call over a group. Say on standard error for whom.
+
+    **Raises:** `RankLeft` where a rank makes none in the group's time, or has left.
+    """
     store = dist.distributed_c10d._get_process_group_store(group)
     keys = [f"headway-first-call-{rank}" for rank in range(group.size())]
+    meeting = _meetings.get(group)
+    if meeting is None and _has_cpu(group):  # gloo notices a rank that has left
+        number = torch.zeros(1, device="cpu")
+        gathered = [torch.zeros_like(number) for _ in keys]
+        meeting = _meetings.put(group, group.allgather([gathered], [number]))
     store.set(keys[group.rank()], "")
     absent = lambda: rank_names(rank for rank, key in enumerate(keys) if not store.check([key]))
     start, next_line, pause = time.monotonic(), LATE_SECONDS[0], 1e-3
@@ -530,11 +526,17 @@ def _meet(group: Any, timeout: float) -> None:
             if waited >= timeout:
                 late = f"{absent()} made no call in {timeout:.0f} s{_FIRST_CALL}"
                 raise mark_told(RankLeft(late))
+            if meeting is not None and meeting.is_completed() and waited + 1 < timeout:
+                try:
+                    meeting.wait()
+                except RuntimeError as error:
+                    raise mark_told(RankLeft(f"{absent()} has left{_FIRST_CALL}")) from error
             if waited >= next_line:
                 next_line += LATE_SECONDS[1]
                 _say_late(group.rank(), waited, absent() + _FIRST_CALL)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+    _meetings.pop(group, None)
 
 
 def _say_late(rank: int, waited: float, whom: str) -> None:
@@ -544,8 +546,3 @@ def _say_late(rank: int, waited: float, whom: str) -> None:
 
 def _has_cpu(group: Any) -> bool:
     return _CPU in getattr(group, "_device_types", ())
-
-
-def _ranks(values: Sequence[Any], chosen: Any) -> str:
-    """Return the words for the ranks that have a value."""
-    return rank_names(rank for rank, value in enumerate(values) if value == chosen)

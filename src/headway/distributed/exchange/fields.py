@@ -14,6 +14,7 @@ from ...caches import TensorCache
 from ...errors import ArgumentError
 from ...surroundings import capturing
 from ...types import ExchangeSpec, Spec
+from .shared_memory import rank_names
 
 # Operations, and the fields of each that ranks compare.
 ATTENTION, SHARD, UNSHARD, SHIFT = "attention", "layout.shard", "layout.unshard", "layout.shift"
@@ -28,6 +29,15 @@ _MOVE_FIELDS = (
     "whether it trains",
 )  # fmt: skip
 FIELDS = {ATTENTION: _CALL_FIELDS, SHARD: _MOVE_FIELDS, UNSHARD: _MOVE_FIELDS, SHIFT: _MOVE_FIELDS}
+# A call, its backward, or the call repeated in a backward, as activation checkpointing does.
+_DESCRIPTIONS = (
+    "{}", "the backward of {}, call {} over these ranks",
+    "{}, again for a backward behind call {} over these ranks",
+)  # fmt: skip
+FORWARD, BACKWARD, RECOMPUTE = range(3)
+ACTIONS = [(name, phase) for name in FIELDS for phase in range(len(_DESCRIPTIONS))]
+HEADER = 3  # numbers before the fields: one of these, the action, its call
+NUMBERS = HEADER + max(map(len, FIELDS.values()))  # that every rank sends for any operation
 # Indices of the fields that a plan depends on.
 PLAN_FIELDS = [
     n
@@ -143,3 +153,77 @@ def _checksum(t: Tensor) -> int:
     words = flat.view(integer)
     weights = torch.arange(len(words), device=t.device) * 0x9E3779B97F4A7C1 + 1
     return int((words.to(torch.int64) * weights).sum()) & (2**63 - 1)
+
+
+# -- words --------------------------------------------------------------------------------------
+
+
+def described(action: int, call: int, number: int) -> str:
+    """Return the words for a call."""
+    operation, phase = ACTIONS[action]
+    if phase == FORWARD:
+        return f"{operation}, call {number} over these ranks"
+    return in_words(action, call)
+
+
+def in_words(action: int, call: int) -> str:
+    """Return the words for what all ranks compare of a call."""
+    operation, phase = ACTIONS[action]
+    if phase == RECOMPUTE and not call:  # made before the first one, or too long ago
+        return f"{operation}, again for a backward"
+    return _DESCRIPTIONS[phase].format(operation, call)
+
+
+def failure_words(ranks: str, call: str) -> str:
+    """Return the words for ranks that raised between exchanges."""
+    return (
+        f"{ranks} raised in {call}; see the error there. Every rank of the layout raises, since "
+        "results depend on those of all"
+    )
+
+
+def in_backward(action: int) -> bool:
+    """Return whether a rank's call is a part of a backward."""
+    return ACTIONS[action][1] != FORWARD
+
+
+def error_of_other_calls(per_rank: list[list[int]]) -> Exception:
+    """Return the error of ranks that make other calls, or the same with other fields."""
+    actions = [tuple(numbers[1:3]) for numbers in per_rank]
+    if any(action != actions[0] for action in actions):
+        calls = [f"rank {rank}: {in_words(*action)}" for rank, action in enumerate(actions)]
+        guess = _guess([ACTIONS[action][1] for action, _ in actions])
+        return ArgumentError(
+            f"ranks do not make the same call: {'; '.join(calls)}. All ranks of a layout make "
+            f"the same calls in the same order, and call backward in the same order{guess}"
+        )
+    operation, _ = ACTIONS[actions[0][0]]
+    columns = list(zip(*per_rank, strict=True))
+    n = next(n for n in range(HEADER, NUMBERS) if len(set(columns[n])) > 1)
+    majority = max(columns[n], key=columns[n].count)
+    outliers = [number != majority for number in columns[n]]
+    differ = f"{ranks_with(outliers, True)} differ{'s' * (sum(outliers) == 1)} from the others"
+    if len(per_rank) == 2:  # neither is a majority
+        differ = "ranks 0 and 1 differ"
+    return ArgumentError(
+        f"ranks do not make the same call: {differ} in {FIELDS[operation][n - HEADER]}; all ranks "
+        "of a layout pass the same mask, score and options, with tensors that are the same "
+        "everywhere"
+    )
+
+
+def _guess(phases: list[int]) -> str:
+    """Return what may have happened where some ranks are in a backward and others are not."""
+    if FORWARD not in phases or set(phases) == {FORWARD}:
+        return ""
+    ahead = ranks_with(phases, FORWARD)
+    behind = rank_names(rank for rank, phase in enumerate(phases) if phase != FORWARD)
+    return (
+        f". Either {ahead} left the backward out (a hook or code of yours raised in it, or the "
+        f"loss does not depend on the call), or {behind} left a call out"
+    )
+
+
+def ranks_with(values: Sequence[Any], chosen: Any) -> str:
+    """Return the words for the ranks that have a value."""
+    return rank_names(rank for rank, value in enumerate(values) if value == chosen)

@@ -144,11 +144,11 @@ def _agree(rank_call: RankCall, check: ConsistencyCheck) -> tuple[Plan, Transpor
     return plan, transport_of(exchange.transport, plan.group, call.q.device, check)
 
 
-def tell_refusal(group_name: str, device: torch.device) -> None:
-    """Tell the other ranks that this one refuses a call."""
-    refusal = ArgumentError("the call was refused before its check")
+def tell_refusal(group_name: str, device: torch.device, waits: bool) -> None:
+    """Tell the other ranks that this one refuses a call; wait for them for a while."""
     with suppress(ArgumentError), ConsistencyCheck(ATTENTION, resolve_group(group_name), device):
-        raise refusal
+        if waits:
+            raise ArgumentError("the call was refused before its check")
 
 
 def forward(spec_text: str, *inputs: Any) -> tuple[Tensor, ...]:
