@@ -144,14 +144,21 @@ def tops(name: str) -> dict[str, Path]:
     return {part: Path(str(package.locate_file(part))) for part in parts - {"__pycache__"}}
 
 
-def environment(folder: Path, wheel: Path, *extras: str) -> Path:
-    """The scripts of a new environment with the wheel, what it asks for, and no more."""
-    venv.create(folder / "venv", with_pip=False, symlinks=os.name == "posix")
-    scripts = folder / "venv" / ("bin" if os.name == "posix" else "Scripts")
+@pytest.fixture(scope="module")
+def scripts(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts of a new environment with the wheel, and no more."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=False, symlinks=os.name == "posix")
+    scripts = folder / ("bin" if os.name == "posix" else "Scripts")
     python = scripts / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
-    options = ["--quiet", "--no-index", "--no-deps", "--no-cache-dir"]
-    subprocess.run([*pip, "install", *options, str(wheel)], check=True)
+    options = ["--quiet", "--no-index", "--no-deps", "--no-cache-dir", "--no-compile"]
+    subprocess.run([*pip, "install", *options, str(built["wheel"])], check=True)
+    return scripts
+
+
+def lend(scripts: Path, folder: Path, *extras: str) -> None:
+    """Let an environment see what the wheel asks for, in place of what it saw."""
     asked = list(PROJECT["dependencies"])
     for extra in extras:
         asked += PROJECT["optional-dependencies"][extra]
@@ -162,9 +169,9 @@ def environment(folder: Path, wheel: Path, *extras: str) -> Path:
             if not (others / part).exists():
                 (others / part).symlink_to(path)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    command = [scripts / "python", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     Path(found.stdout.strip(), "others.pth").write_text(f"{others}\n")
-    return scripts
 
 
 def run(scripts: Path, program: str, *arguments: str, status: int = 0) -> str:
@@ -212,16 +219,18 @@ exec(compile(sys.argv[1], "README.md", "exec"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="packages are lent by symbolic links")
-def test_the_core_alone_attends_and_trains(built: dict[str, Path], tmp_path: Path) -> None:
+def test_the_core_alone_attends_and_trains(scripts: Path, tmp_path: Path) -> None:
     """The first example of the README among it; and the commands say what they lack."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (first, *_) = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    scripts = environment(tmp_path, built["wheel"])
+    lend(scripts, tmp_path)
     run(scripts, "python", "-c", CORE, first)
     assert "pip install filelock rich safetensors tyro" in run(
         scripts, "headway", "train", status=2
     )
-    assert f"({tmp_path}" in run(scripts, "headway", "doctor")  # the package that was installed
+    assert f"({scripts.parent}" in run(
+        scripts, "headway", "doctor"
+    )  # the package that was installed
 
 
 HELP = """
@@ -236,8 +245,8 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="packages are lent by symbolic links")
-def test_the_command_line_needs_its_extra_alone(built: dict[str, Path], tmp_path: Path) -> None:
-    scripts = environment(tmp_path, built["wheel"], "cli")
+def test_the_command_line_needs_its_extra_alone(scripts: Path, tmp_path: Path) -> None:
+    lend(scripts, tmp_path, "cli")
     files = sorted((ROOT / "src").glob("*/cli/[a-z]*.py"))
     imports = "".join(f"import {file.parts[-3]}.cli.{file.stem}\n" for file in files)
     code = f"{imports}headway.cli.main(['mask', 'causal()', '--length', '64'])\n{HELP}"

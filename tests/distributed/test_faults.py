@@ -182,7 +182,7 @@ FAULTS = (
 
 def faults(seed: int, world: int, rank: int) -> None:
     """Random calls, in most of which one rank has a fault."""
-    consistency.LATE_SECONDS[:] = 2.0, 2.0
+    consistency.LATE_SECONDS[:] = 0.5, 2.0
     ranks = Ranks(seed)
     for n in range(STEPS):
         draw = ranks.draw
