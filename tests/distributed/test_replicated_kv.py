@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headway as hw
 from cases import CASES
 from headway.distributed import Layout
+from headway.distributed.exchange import query_shards
 from headway.errors import ArgumentError
 from processes import run_ranks
 
@@ -73,6 +74,40 @@ def refused(world: int, rank: int) -> None:
     assert "every rank has all" in str(hw.explain(q, k, k, mask=hw.causal(), layout=(layout, None)))
 
 
+def shards(world: int, rank: int) -> None:
+    """Queries in four shards, a kernel each, as on a GPU: their sums of dk and dv are rounded
+    once."""
+    layout = Layout(256, [(n % 2, 32 * n, 32 * n + 32) for n in range(8)], dist.group.WORLD)
+    slopes = torch.tensor([0.3, 0.05])
+    score = lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
+    calls = []
+
+    def split(inputs, kv_ranges):
+        calls.append(rank)
+        return True
+
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v, w = (3 * torch.randn(1, 2, 256, 16, dtype=torch.float64) for _ in range(4))
+        q, k, v, w = (x.to(dtype) for x in (q, k, v, w))
+        mine = [layout.shard(q, 2), k, v]
+        exact = [x.double().requires_grad_() for x in mine]
+        rows = (exact[0] @ exact[1].mT) / 4
+        rows = (
+            rows
+            - slopes.double()[:, None, None] * (layout.positions[:, None] - torch.arange(256)).abs()
+        )
+        upstream = layout.shard(w, 2)
+        right = torch.autograd.grad(rows.softmax(-1) @ exact[2], exact, upstream.double())
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(query_shards, "splits_queries", split)
+            x = [t.requires_grad_() for t in mine]
+            out = hw.attention(*x, score, layout=(layout, None))
+        assert calls
+        for grad, truth in zip(torch.autograd.grad(out, x, upstream), right, strict=True):
+            rms = lambda error: error.square().mean().sqrt()
+            assert rms(grad.double() - truth) <= 1.3 * rms(truth.to(dtype).double() - truth)
+
+
 def latents(world: int, rank: int) -> None:
     """Small latents travel and every rank expands them: gradients of the latents come home summed,
     and those of the weight that expands are each rank's share."""
@@ -134,7 +169,7 @@ def narrow_sums(world: int, rank: int) -> None:
 
 
 def test_two_ranks(tmp_path):
-    run_ranks(2, (table, block_masks, latents, compiled, refused, d_tensors), tmp_path)
+    run_ranks(2, (table, shards, block_masks, latents, compiled, refused, d_tensors), tmp_path)
 
 
 def test_three_ranks(tmp_path):

@@ -11,7 +11,7 @@ from ...backends import get
 from ...backends.base import Call
 from ...blocks import Tiles
 from ...operators import results_like
-from ...types import REPLICATED_KV, Coords, Forward, Grads, Spec, acc_dtype
+from ...types import REPLICATED_KV, Coords, Forward, Grads, Spec, acc_dtype, in_dtype
 from .comm_plan import Transport
 from .global_mask import are_contiguous, contiguous_in_tiles, coords_of
 from .in_progress import guarded
@@ -219,7 +219,10 @@ class LocalKV(Plan):
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         inputs = BackwardInputs(out, lse, dout, dlse, needs)
-        return backward_shards(spec, call, self.shards, inputs)
+        unrounded = spec.replace(exact_kv=len(self.shards) > 1)  # dk and dv are rounded as sums
+        grads = backward_shards(unrounded, call, self.shards, inputs)
+        _, kv_dtype = spec.grad_dtypes(call.q.dtype)
+        return grads._replace(k=in_dtype(grads.k, kv_dtype), v=in_dtype(grads.v, kv_dtype))
 
 
 def replicated_kv_plan(inputs: PlanInputs) -> LocalKV:
