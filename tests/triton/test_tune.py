@@ -105,7 +105,13 @@ def test_a_file_of_an_earlier_version(cache):
     assert saved.load("a-card") == {"a": SMALL}
 
 
-@pytest.mark.parametrize("text", ["{", '{"a": 3}', '{"a": [1, 2]}', "[]", '{"tiles": [3]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", '{"a": 3}', '{"a": [1, 2]}', "[]", '{"tiles": [3]}', '{"a": [24, 16, 4, 1]}',
+        '{"a": [16, 16, 3, 1]}', '{"a": [16, 16, 4, 0]}', '{"a": [16, 16, 4, 1, 8]}',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_not_ours(cache, text):
     saved.store("a-card", {}, {})
     (cache / "a-card.json").write_text(text)
@@ -179,6 +185,18 @@ def test_a_machine_with_no_gpu_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ArgumentError, match="sees no GPU"):
         tune.main([])
+
+
+def test_options_and_folders_that_are_none(cache, a_card, monkeypatch):
+    for option in ("--jobs", "--length"):
+        with pytest.raises(ArgumentError, match=f"{option} 0 must be an integer, 1 or more"):
+            tune.main([option, "0"])
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.write_text("a file where the folder should be")
+    assert saved.load("a-card") == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ArgumentError, match=r"cannot write to .*XDG_CACHE_HOME"):
+        tune.main([])  # before it searches
 
 
 def test_a_width_that_is_none():

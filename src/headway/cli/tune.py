@@ -13,6 +13,7 @@ from rich.console import Console
 from ..errors import ArgumentError
 from ..mods import causal, softcap
 from ..resolve import prepare
+from .options import check_positive
 
 if TYPE_CHECKING:
     from ..backends.triton.tuning import Problem, Trial
@@ -45,8 +46,9 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Run `headway tune`; return exit status 0."""
     options = tyro.cli(Arguments, args=arguments, prog="headway tune")
+    check_positive(options, "length", "jobs")
     if not torch.cuda.is_available():
-        raise ArgumentError("PyTorch sees no GPU (`headway doctor`)")
+        raise ArgumentError("PyTorch sees no GPU, which the Triton kernels need; see `headway doctor`")
     from ..backends.triton import saved
     from ..backends.triton.tuning import trials, winners
 
@@ -55,6 +57,7 @@ def main(arguments: list[str]) -> int:
     name, about = saved.card(device), saved.about(device)
     console.print(f"tile sizes used now: {saved.measured_on(device)}", highlight=False)
     problems, width = _problems(options), None
+    path = saved.store(name, {}, about)  # what cannot be written is said before the search
     for problem in problems:
         if problem[0] != width:  # all kinds of calls of a width together
             width = problem[0]

@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+import signal
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -88,7 +89,9 @@ def main(arguments: list[str]) -> int:
 
 def _start(arguments: list[str], devices: int) -> int:
     """Start as many processes of this command, which torchrun's agent looks after. What one of them
-    refuses is raised here, without the tracebacks that the agent would log of each."""
+    refuses is raised here, without the tracebacks that the agent would log of each. Ctrl-C reaches
+    them from the terminal: a second one, from the agent, would interrupt them while they save."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -97,9 +100,13 @@ def _start(arguments: list[str], devices: int) -> int:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=devices, run_id="headway-train",
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
+        signals_to_handle="SIGTERM",
     )  # fmt: skip
+    usual = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         return elastic_launch(config, main)(arguments)[0]
+    except SignalException as error:
+        return 128 + error.sigval
     except ChildFailedError as error:
         content: Any = error.get_first_failure()[1].error_file_data
         with suppress(KeyError, TypeError):  # a process that was killed leaves no file
@@ -108,6 +115,8 @@ def _start(arguments: list[str], devices: int) -> int:
                 if refusal.__name__ == name:
                     raise refusal(text) from error
         raise
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _runs(folder: Path) -> str:

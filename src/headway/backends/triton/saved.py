@@ -85,7 +85,7 @@ def load(name: str, where: Path | None = None) -> TunedTilings:
     """
     path = (where or folder()) / f"{name}.json"
     try:
-        return {key: Tiling(*map(int, sizes)) for key, sizes in _read(path)["tiles"].items()}
+        return {key: _tiling(sizes) for key, sizes in _read(path)["tiles"].items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ArgumentError(
             f"{path} does not read as tiles ({error}); delete it, and run `headway tune` for new "
@@ -93,11 +93,21 @@ def load(name: str, where: Path | None = None) -> TunedTilings:
         ) from error
 
 
+def _tiling(sizes: Any) -> Tiling:
+    tiling = Tiling(*map(int, sizes))
+    m, n, warps, stages, edge = astuple(tiling)
+    blocks = {16, 32, 64, 128, 256}
+    if not ({m, n} <= blocks and edge in {0, *blocks} and warps in {1, 2, 4, 8, 16} and stages > 0):
+        raise ValueError(f"{sizes} are no sizes of a kernel")
+    return tiling
+
+
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a file holds. One of version 0.2 was its tiles, and booleans besides."""
+    """Return what a file holds. One of version 0.2 was its tiles, and booleans besides. A folder
+    that this user may not read (a container's home) holds none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {"tiles": {}}
     if "tiles" in document:
         return document
@@ -108,11 +118,19 @@ def store(name: str, winners: Mapping[str, Winner], about: Mapping[str, str]) ->
     """Add sizes to the GPU's file. Other processes may write to it at the same time.
 
     - `about`: what the file says of the machine (`about`).
+
+    **Raises:** `ArgumentError` if the folder cannot be written to, or the file is not one of tiles.
     """
     import filelock  # installed with PyTorch; only `headway tune` needs it
 
-    folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{name}.json"
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".part").touch()
+    except OSError as error:
+        raise ArgumentError(
+            f"cannot write to {folder()}: {error.strerror}; set XDG_CACHE_HOME to another folder"
+        ) from error
     with filelock.FileLock(path.with_suffix(".lock")):
         load.cache_clear()
         load(name)  # a file that does not read as tiles is not overwritten
