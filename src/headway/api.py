@@ -15,6 +15,7 @@ from .blocks import (
     depends_on_rows,
     lower_mask,
     unbuilt_mask,
+    versions_of,
 )
 from .blocks.mask import tile_of
 from .distributed.context import Layouts, tell_refusal
@@ -318,9 +319,11 @@ def block_mask(
     tiles are cached by mask, sizes and device until a captured tensor is written to. See
     `clear_block_cache`, also for writes that go unnoticed.
 
-    Under `torch.compile` calls in the same program take the mask as it is when they run, and find
-    tiles of their own size. A block mask that leaves the program has its tiles built when they are
-    first read.
+    Under `torch.compile` calls in the same program take the mask, and find tiles of their own size.
+    They refuse it, as eager calls do, if the program writes to a tensor that the mask captures
+    between `block_mask` and the call. (Writes by `torch._foreach` functions and to `.data`, which
+    the compiler does not count, are seen by the mask.) A block mask that leaves the program has its
+    tiles built when they are first read.
     """
     if unknown:
         raise unknown_keywords(block_mask, unknown)
@@ -344,7 +347,8 @@ def _block_mask(mask: Any, sizes: tuple, device: Any, tile: Any) -> BlockMask:
     check_sizes(mask, *sizes)
     if is_compiling():
         text, captured = lower_mask(mask)
-        unbuilt = Unbuilt(depends_on_rows(text), _device_of_tiles(captured, device))
+        device = _device_of_tiles(captured, device)
+        unbuilt = Unbuilt(depends_on_rows(text), device, versions_of(captured.tensors))
         rows = zip(sizes[:2], unbuilt.depends, strict=True)
         b, h = (size if depends else 1 for size, depends in rows)
         return unbuilt_mask(mask, (b, h, *sizes[2:]), tile, unbuilt)

@@ -233,6 +233,8 @@ def _lower_mods(request: Request, compiling: bool) -> LoweredMods:
             check_cache_block_mask(block_mask, uses_query, *_sizes(request)[:2], capacity)
         if block_mask is not None and not compiling:  # a compiled program checks when it runs
             block_mask.check_decided(lowered_mask.text, mask_captured.tensors)
+        elif block_mask is not None and (unbuilt := facts_under_compile(block_mask)) is not None:
+            unbuilt.check_unwritten(mask_captured.tensors)
         captured = mask_captured if score is None else captured.and_then(mask_captured)
     return LoweredMods(lowered_score, lowered_mask, captured, score_counts)
 

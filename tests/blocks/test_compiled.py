@@ -292,18 +292,37 @@ def test_its_tiles_are_those_of_its_mask(name):
         flex.flex_attention(x, x, x, block_mask=mask)
 
 
-def test_a_write_between_making_and_using_it():
-    """Compiled calls take the mask as it is when they run."""
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "in place": lambda ids: ids.add_(1),
+    "to an item": lambda ids: ids.__setitem__((0, 3), 9),
+    "to a view": lambda ids: ids[:, 4:9].fill_(9),
+    "to what is detached": lambda ids: ids.detach().zero_(),
+    "out": lambda ids: torch.add(ids, 1, out=ids),
+}
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def step(x: Tensor, ids: Tensor) -> Tensor:
+
+@pytest.mark.parametrize(("write", "joined"), [("in place", True), *((w, False) for w in WRITES)])
+def test_a_write_between_making_and_using_it(write, joined):
+    """It is refused, as in eager code; calls before it, and writes to others, are not."""
+
+    def step(x: Tensor, ids: Tensor, again: bool) -> Tensor:
         mask = _ours(_documents(ids), x)
-        ids += torch.arange(L) // 20
-        return hw.attention(x, x, x, mask=mask)
+        if joined:
+            mask = mask & _ours(_causal, x)
+        out = hw.attention(x, x, x, mask=mask)
+        WRITES[write](ids.clone())
+        out = out + hw.attention(x, x, x, mask=mask)
+        WRITES[write](ids)
+        if joined and again:
+            mask = mask & _ours(_documents(ids), x)
+        return out + hw.attention(x, x, x, mask=mask) if again else out
 
     x, ids = _inputs()
-    out = step(x, ids)
-    _check(out, _dense(x, x, _kept(ids)), x)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, ids.clone(), False), step(x, ids.clone(), False))
+    for run in (compiled, step):
+        with pytest.raises(ArgumentError, match="written to"):
+            run(x, ids.clone(), True)
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {

@@ -17,3 +17,4 @@ from .unbuilt import Unbuilt as Unbuilt
 from .unbuilt import depends_on_rows as depends_on_rows
 from .unbuilt import facts_under_compile as facts_under_compile
 from .unbuilt import lower_mask as lower_mask
+from .unbuilt import versions_of as versions_of

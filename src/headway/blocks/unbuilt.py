@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..mods import lower_under_compile, take_apart
+from ..errors import ArgumentError
+from ..mods import lower_under_compile, take_apart, version_of
 from ..mods.graph import parse
-from ..types import NAMESPACE, Captured, constant_under_compile
+from ..types import NAMESPACE, Captured, constant_under_compile, refuse_under_compile
 
 
 class Unbuilt(NamedTuple):
@@ -19,10 +20,12 @@ class Unbuilt(NamedTuple):
 
     - `depends`: whether the mask depends on b, and on h.
     - `device`: of the tiles.
+    - `versions`: of the tensors that the mask captures (`version_of`).
     """
 
     depends: tuple[bool, bool]
     device: torch.device
+    versions: tuple[tuple[str, str, int], ...] = ()
 
     def check(self) -> None:
         """Do nothing: tiles that do not exist agree with any mask."""
@@ -30,7 +33,30 @@ class Unbuilt(NamedTuple):
     def joined(self, other: "Unbuilt") -> "Unbuilt":
         """Return the facts about the tiles of two masks joined by `&` or `|`."""
         (b, h), (other_b, other_h) = self.depends, other.depends
-        return Unbuilt((b or other_b, h or other_h), self.device)
+        return Unbuilt((b or other_b, h or other_h), self.device, self.versions + other.versions)
+
+    def check_unwritten(self, tensors: list[Tensor]) -> None:
+        """Refuse a call whose program has written to a captured tensor since it made the mask."""
+        refuse_written(self.versions, versions_of(tensors))
+
+
+def versions_of(tensors: list[Tensor]) -> tuple[tuple[str, str, int], ...]:
+    """Return the versions of captured tensors. Dynamo traces this code."""
+    versions = []
+    for t in tensors:  # noqa: B007 - the next line reads its name
+        versions.append(version_of("t"))
+    return tuple(versions)
+
+
+def refuse_written(before: tuple, now: tuple) -> None:
+    """Refuse tensors of one program that have other versions now."""
+    versions = {(program, node): version for program, node, version in now}
+    if any(versions.get((program, node), version) != version for program, node, version in before):
+        refuse_under_compile(
+            ArgumentError,
+            "a tensor that the block mask's mask captures was written to between block_mask(...) "
+            "and the call; build the block mask after the write",
+        )
 
 
 def facts_under_compile(mask: Any) -> Unbuilt | None:
@@ -53,6 +79,7 @@ def depends_on_rows(text: str) -> tuple[bool, bool]:
 
 
 constant_under_compile(depends_on_rows)
+constant_under_compile(refuse_written)
 
 
 def dense_tiles(mask: Any) -> Tensor:

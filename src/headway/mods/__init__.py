@@ -33,3 +33,4 @@ from .lowering import lower_mod as lower_mod
 from .lowering import many_reads as many_reads
 from .lowering import retraced as retraced
 from .lowering import take_apart as take_apart
+from .tracing.recording import version_of as version_of

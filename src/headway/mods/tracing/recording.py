@@ -302,6 +302,15 @@ def node_of(name: str) -> str | None:
     return None if node is None else node.name
 
 
+def version_of(name: str) -> tuple[str, str, int]:
+    """Return which program Dynamo traces, the node of the tensor in a local, and its version."""
+    node = _graph_node(name)
+    if node is None:
+        return "", "", 0
+    program = str(torch._guards.CompileContext.current_compile_id())
+    return program, node.name, node.meta["example_value"]._version
+
+
 def path_of_item(name: str) -> tuple[tuple[str, int], ...]:
     """Return the nodes that the tensor in a local is an item of an item of, with its places."""
     path, node = [], _graph_node(name)
@@ -332,8 +341,8 @@ def refuse_value(kind: str, what: str) -> None:
 
 
 for _function in (
-    allow_side_effects, name_of, traced_line, name_failures, node_of, path_of_item, refuse_read,
-    refuse_value,
+    allow_side_effects, name_of, traced_line, name_failures, node_of, version_of, path_of_item,
+    refuse_read, refuse_value,
 ):  # fmt: skip
     constant_under_compile(_function)
 
