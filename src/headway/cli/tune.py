@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     options = tyro.cli(Arguments, args=arguments, prog="headway tune")
     check_positive(options, "length", "jobs")
     if not torch.cuda.is_available():
-        raise ArgumentError("PyTorch sees no GPU, which the Triton kernels need; see `headway doctor`")
+        raise ArgumentError("PyTorch sees no GPU, whose tiles these are; see `headway doctor`")
     from ..backends.triton import saved
     from ..backends.triton.tuning import trials, winners
 
