@@ -22,6 +22,7 @@ import headway as hw
 from headway.errors import ModError
 from headway.mods import lowering, retraced
 from headway.mods.compiled import GUARDS_CLASSES
+from long import long
 
 L = 12
 _draw = torch.Generator().manual_seed(0)
@@ -422,7 +423,7 @@ OF_CLASSES = (
 
 # Where nothing breaks, a graph is the same one with `fullgraph=True` and without.
 UNDER_COMPILE = [(n, True) for n, c in CHANGES.items() if c.guarded]
-UNDER_COMPILE += [(n, False) for n in OF_CLASSES]
+UNDER_COMPILE += [long(n, False) if GUARDS_CLASSES else (n, False) for n in OF_CLASSES]
 
 
 @pytest.mark.parametrize(("name", "whole"), UNDER_COMPILE)
