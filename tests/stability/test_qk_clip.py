@@ -425,6 +425,10 @@ def test_replaced_shared_and_wrapped_parameters_are_refused():
     pair[1].q_proj = pair[0].q_proj
     with pytest.raises(ArgumentError, match="0 and 1 share a parameter"):
         QKClip(pair)
+    one = Attention(8, 2)
+    one.k_proj.weight = one.q_proj.weight
+    with pytest.raises(ArgumentError, match="Queries and keys of Attention share a parameter"):
+        QKClip(one)
     torch.nn.utils.parametrizations.weight_norm(module.q_proj)
     with pytest.raises(ArgumentError, match="parametrised"):
         QKClip(module)

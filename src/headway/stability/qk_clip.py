@@ -358,7 +358,9 @@ def _check_unshared(layers: list[AttentionLayer], parameters: list[list[nn.Param
     owners: dict[int, AttentionLayer] = {}
     for layer, layer_parameters in zip(layers, parameters, strict=True):
         for parameter in layer_parameters:
-            if (owner := owners.setdefault(id(parameter), layer)) is not layer:
+            if (owner := owners.get(id(parameter))) is not None:
+                both = "Queries and keys of" if owner is layer else f"{owner.name} and"
                 raise ArgumentError(
-                    f"{owner.name} and {layer.name} share a parameter, which would be clipped twice"
+                    f"{both} {layer.name} share a parameter, which would be clipped twice"
                 )
+            owners[id(parameter)] = layer

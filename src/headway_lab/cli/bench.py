@@ -163,7 +163,7 @@ def listing() -> str:
     listed = ["cases (select by name, part of a name, or tag):"]
     listed += [f"  {case.name:42} {', '.join(case.tags)}" for case in every()]
     listed += ["peers:"]
-    listed += [f"  {name:18} {peer.note}{_installed(peer)}" for name, peer in PEERS.items()]
+    listed += [f"  {name:24} {peer.note}{_installed(peer)}" for name, peer in PEERS.items()]
     return "\n".join(listed)
 
 
