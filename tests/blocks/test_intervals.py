@@ -19,7 +19,7 @@ from .dense import CPU, build, check_build
 
 KINDS = (
     "causal", "window", "abs", "below", "above", "document", "rows of documents", "chunk", "equal",
-    "comes back", "short",
+    "comes back", "short", "other keys", "padded", "other order",
 )  # fmt: skip
 
 
@@ -32,6 +32,10 @@ def terms(draw, kind: str, length: int):
     ids = starts.cumsum(1)
     if draw(st.booleans()):  # any order of ids, each in one place
         ids = torch.randperm(length + 2, generator=generator)[ids]
+    backwards = ids[0].flip(0)
+    padded = torch.where(
+        torch.arange(length) < n + 9, starts[0].cumsum(0), torch.tensor([[-1], [-2]])
+    )
     return {
         "causal": lambda: hw.causal(n),
         "window": lambda: hw.sliding_window(max(1, n)),
@@ -40,6 +44,9 @@ def terms(draw, kind: str, length: int):
         "above": lambda: lambda b, h, i, j: (n < j - i) if flip else (-j >= n - i),
         "document": lambda: hw.document(ids[0]),
         "rows of documents": lambda: lambda b, h, i, j: ids[b, i] == ids[b, j],
+        "other keys": lambda: lambda b, h, i, j: ids[0, i] == ids.int()[1, j],
+        "padded": lambda: lambda b, h, i, j: padded[0, i] == padded[1, j],
+        "other order": lambda: lambda b, h, i, j: ids[0, i] == backwards[j],
         "chunk": lambda: lambda b, h, i, j: j // max(1, n) == i // max(1, n),
         "equal": lambda: lambda b, h, i, j: i - n == j,
         "comes back": lambda: hw.document(ids[0] % 3),
@@ -53,7 +60,12 @@ def interval_masks(draw, length: int):
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     parts = [draw(terms(kind, length)) for kind in kinds]
     mask = lambda b, h, i, j: functools.reduce(operator.and_, [p(b, h, i, j) for p in parts])
-    return mask if len(parts) > 1 else parts[0], not {"comes back", "short"} & set(kinds)
+    return mask if len(parts) > 1 else parts[0], not {
+        "comes back",
+        "short",
+        "other keys",
+        "other order",
+    } & set(kinds)
 
 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
@@ -89,6 +101,38 @@ def test_tiles_from_intervals_are_those_of_every_pair(data):
     alike = shape[2:] == (shape[3],) * 2 and coords.q == coords.kv
     if is_interval and alike:
         assert not searched
+
+
+@settings(max_examples=80, suppress_health_check=list(HealthCheck), deadline=None)
+@given(st.data())
+def test_documents_of_other_lengths_in_queries_and_keys(data):
+    """Documents of some queries and some keys, or of none; also rows of a batch, and distances."""
+    draw = data.draw
+    pairs = draw(
+        st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6)
+    )
+    q_ids, kv_ids = (
+        torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor(side))
+        for side in zip(*pairs, strict=True)
+    )
+    ends = [torch.full((draw(st.integers(0, 30)),), -n) for n in (1, 2)]
+    q_ids, kv_ids = torch.cat([q_ids, ends[0]]).int(), torch.cat([kv_ids, ends[1]])
+    if not (len(q_ids) and len(kv_ids)):
+        return
+    low, high = draw(st.integers(-90, 5)), draw(st.integers(-5, 90))
+    mask = draw(st.sampled_from([
+        lambda b, h, i, j: q_ids[i] == kv_ids[j],
+        lambda b, h, i, j: (kv_ids[j] == q_ids[i]) & (i - j <= high) & (i - j >= low),
+        lambda b, h, i, j: (kv_ids[j] == q_ids[i]) & (i // 64 == j // 64),
+    ]))  # fmt: skip
+    graph, captured = lower_mod("mask", mask, torch.float32)
+    tile = tuple(draw(st.sampled_from([1, 2, 5, 8, 32, 200])) for _ in range(2))
+    with (
+        patch.object(quadtree.Search, "_coarse_to_fine", side_effect=AssertionError),
+        patch.object(intervals, "_MOST_SEGMENTS", 1000),
+        patch.object(quadtree, "_SMALL_GRID", 0),
+    ):
+        check_build(graph, captured, (2, 1, len(q_ids), len(kv_ids)), tile)
 
 
 def test_numbers_that_wrap_are_left_to_the_search():

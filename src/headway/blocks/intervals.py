@@ -2,10 +2,11 @@
 
 Causal masks, windows, documents and chunks are such masks, and so is what `&` makes of them: the
 distance q_idx - kv_idx lies in a range, and both positions lie in one segment of the sequence (a
-document or a chunk). The queries of a tile that lie in one segment then keep one interval of keys
-together, and each pair is kept within another one. So the cost follows the tile rows and the
-segments: a million tokens in 256 causal documents take a quarter of the time that the search from
-coarse to fine (`quadtree.py`) takes for the same tiles.
+document or a chunk; its keys may have other positions than its queries). The queries of a tile that
+lie in one segment then keep one interval of keys together, and each pair is kept within another
+one. So the cost follows the tile rows and the segments: a million tokens in 256 causal documents
+take a quarter of the time that the search from coarse to fine (`quadtree.py`) takes for the same
+tiles.
 """
 
 from typing import NamedTuple
@@ -42,6 +43,15 @@ class _Segments(NamedTuple):
         return _Segments(self.group, *self[3:], *self[1:3])
 
 
+class _Along(NamedTuple):
+    """Segments along one axis, ascending within a group, with their values (by name)."""
+
+    group: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    values: list[np.ndarray]
+
+
 def interval_tiles(
     graph: Graph, values: dict, groups: Groups, q: Axis, kv: Axis, device: torch.device
 ) -> Tiles | None:
@@ -69,7 +79,8 @@ class _Terms:
     """The terms of a mask that is an "and" of comparisons.
 
     - `low`, `high`: what they leave of q_idx - kv_idx.
-    - `same`: values of a query that have to equal the same value of its key, by name.
+    - `same`: values of a query, and those of its key that have to equal them, by name.
+    - `alike`: a query and a key at the same position have the same of these values.
     """
 
     def __init__(self, graph: Graph, values: dict, groups: Groups, q: Axis, kv: Axis) -> None:
@@ -79,7 +90,8 @@ class _Terms:
         self.numbers = dict(zip(parts.numbers, numbers, strict=True))
         self.in_range = interval.nodes_in_range(graph, known_sizes(values, groups, q, kv))
         self.low, self.high = -(1 << 62), 1 << 62
-        self.same: list[str] = []
+        self.same: list[tuple[str, str]] = []
+        self.alike = True
 
     def read(self, name: Arg) -> bool:
         """Add the terms of a boolean value; return False where it has others."""
@@ -92,19 +104,22 @@ class _Terms:
             return False
         left, right = node.args
         if isinstance(left, str) and isinstance(right, str) and node.op == "eq":
-            pair = (left, right) if left in self.parts.rows else (right, left)
-            if self._are_alike(*pair):
-                self.same.append(pair[0])
+            row, column = (left, right) if left in self.parts.rows else (right, left)
+            if self._are_integers(row, column):
+                self.same.append((row, column))
+                of_query = interval.subgraph(self.graph, (row,), "q_idx")
+                self.alike &= of_query == interval.subgraph(self.graph, (column,), "kv_idx")
                 return True
         return self._bound_distance(node.op, left, right)
 
-    def _are_alike(self, row: str, column: str) -> bool:
-        """Return whether a query and a key have the same integer at the same position."""
-        if row not in self.parts.rows or column not in self.parts.cols or row[0] != "%":
-            return False
-        is_float = self.graph.nodes[int(row[1:])].dtype in FLOATS
-        of_query = interval.subgraph(self.graph, (row,), "q_idx")
-        return not is_float and of_query == interval.subgraph(self.graph, (column,), "kv_idx")
+    def _are_integers(self, row: str, column: str) -> bool:
+        """Return whether these are an integer of the query and one of the key."""
+        return (
+            row in self.parts.rows
+            and column in self.parts.cols
+            and row[0] == column[0] == "%"
+            and all(self.graph.nodes[int(x[1:])].dtype not in FLOATS for x in (row, column))
+        )
 
     def _bound_distance(self, op: str, left: Arg, right: Arg) -> bool:
         for a, b, flipped in ((left, right, False), (right, left, True)):
@@ -168,21 +183,35 @@ def _segments(
     terms: _Terms, groups: Groups, q: Axis, kv: Axis, device: torch.device
 ) -> _Segments | None:
     """Return the segments in which all values are the same. None where there are too many, where a
-    value comes back or is read past the end of its tensor, or where queries and keys differ."""
+    value comes back or is read past the end of its tensor, or where keys are in another order."""
     if not terms.same:
         group = np.arange(groups.count)
         zeros = np.zeros_like(group)
         return _Segments(group, zeros, zeros + q.length, zeros, zeros + kv.length)
-    if (q.start, q.length) != (kv.start, kv.length):
+    most = _MOST_SEGMENTS * groups.count * max(q.boxes(0), kv.boxes(0))
+    rows, columns = zip(*terms.same, strict=True)
+    queries = _segments_along(terms, rows, groups, q, device, most)
+    if queries is None:
         return None
-    part, length = interval.subgraph(terms.graph, tuple(terms.same), q.name), q.length
+    if terms.alike and (q.start, q.length) == (kv.start, kv.length):
+        group, start, stop, _ = queries
+        return _Segments(group, start, stop, start, stop)
+    keys = _segments_along(terms, columns, groups, kv, device, most)
+    return None if keys is None else _joined(queries, keys)
+
+
+def _segments_along(
+    terms: _Terms, names: tuple[str, ...], groups: Groups, axis: Axis, device: torch.device,
+    most: int,
+) -> _Along | None:  # fmt: skip
+    """Return the segments of an axis. None where there are more than `most`, and so on."""
+    part, length = interval.subgraph(terms.graph, names, axis.name), axis.length
     # On the CPU so few at a time that PyTorch uses one thread, and that they stay in its cache.
     step = length if device.type != "cpu" else max(1, _POSITIONS // groups.count)
-    most = _MOST_SEGMENTS * groups.count * max(q.boxes(0), kv.boxes(0))
     chunks: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in part.outputs]
     for begin in range(0, length, step):
         first, stop = max(0, begin - 1), min(begin + step, length)
-        results, outside = values_along(q, part, terms.values, groups, device, first, stop)
+        results, outside = values_along(axis, part, terms.values, groups, device, first, stop)
         if outside:
             return None
         for result, changes in zip(results, chunks, strict=True):
@@ -195,17 +224,37 @@ def _segments(
             changes.append((group * length + first + before + 1, value[group, before + 1]))
             if (most := most - len(group)) < 0:
                 return None
-    starts: list[np.ndarray] = []
+    per_value = []
     for changes in chunks:
         start, value = (np.concatenate(x) for x in zip(*changes, strict=True))
         if _comes_back(value, start // length):
             return None
-        starts.append(start)
-    start = np.unique(np.concatenate(starts))
+        order = np.argsort(start)  # chunks of several groups are not in the order of groups
+        per_value.append((start[order], value[order]))
+    start = np.unique(np.concatenate([starts for starts, _ in per_value]))
+    values = [value[starts.searchsorted(start, "right") - 1] for starts, value in per_value]
     group, start = np.divmod(start, length)
     stop = np.append(start[1:], length)
     stop[stop == 0] = length  # where the next group begins
-    return _Segments(group, start, stop, start, stop)
+    return _Along(group, start, stop, values)
+
+
+def _joined(queries: _Along, keys: _Along) -> _Segments | None:
+    """Return the segments of queries and of keys that have the same values. None where those of
+    keys are not in the order of those of queries."""
+    sides = zip((queries.group, *queries.values), (keys.group, *keys.values), strict=True)
+    columns = [np.concatenate(side).astype(np.int64) for side in sides]
+    _, number = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
+    of_query, of_key = np.split(number.reshape(-1), [len(queries.group)])
+    place = np.full(len(number), -1)
+    place[of_key] = np.arange(len(of_key))
+    place = place[of_query]
+    live = place >= 0
+    place = place[live]
+    if (place[1:] < place[:-1]).any():
+        return None
+    group, start, stop = (x[live] for x in queries[:3])
+    return _Segments(group, start, stop, keys.start[place], keys.stop[place])
 
 
 def _comes_back(value: np.ndarray, group: np.ndarray) -> bool:
