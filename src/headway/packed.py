@@ -285,8 +285,9 @@ class Side(NamedTuple):
             )
 
     def check_numbers(self) -> None:
-        """Check the numbers on the CPU; those on other devices are not read."""
-        if self.device.type != "cpu":
+        """Check the numbers where the host can read them without waiting: on the CPU."""
+        numbers = [x for x in (self.starts, self.lengths) if x is not None]
+        if self.device.type != "cpu" or not all(map(host_can_read, numbers)):
             return
         counts, room = [], [self.row] * self.sequences
         if self.rows is None:

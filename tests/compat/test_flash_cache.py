@@ -147,8 +147,24 @@ def test_what_is_refused():
         flash_attn_with_kvcache(q, k_cache, v_cache, page_table=table, cache_batch_idx=idx[1:])
     with pytest.raises(ArgumentError, match=r"lengths\[0\] = 40"):
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=40)
+    ints, ones = torch.zeros(B, dtype=torch.int32), torch.ones(CAPACITY, 4)
+    rotary = {"rotary_cos": ones, "rotary_sin": ones}
+    for name, wrong, others in (
+        ("cache_seqlens", [ints[1:], ints.float(), ints[0], 3.0, [0] * B], {}),
+        ("cache_leftpad", [ints[1:], ints.float(), [0] * B, 0], {}),
+        ("rotary_seqlens", [ints[1:], ints.float(), [0] * B, 0], rotary),
+        ("cache_batch_idx", [ints[1:], ints.float()], {}),
+        ("block_table", [ints, table.float(), table[1:], [[0]] * B], {}),
+        ("page_table", [ints, table.float(), [[0]]], {"cache_batch_idx": ints}),
+        ("k_descale", [torch.ones(HK), 2.0, ones], {}),
+        ("v_descale", [torch.ones(B), 2.0, ones], {}),
+        ("cu_seqlens_k_new", [ints], {}), ("rotary_seqlens", [ints], {}),
+    ):  # fmt: skip
+        for x in wrong:
+            with pytest.raises(RuntimeError, match=name):
+                flash_attn_with_kvcache(q, k_cache, v_cache, **{name: x}, **others)
     for ends, words in (
-        ([0, 2], "has 1 sequences, but the call has 3 rows"),
+        ([0, 2], "has 1 sequences, but q has 3"),
         ([0, 3, 2, 4], "cu_seqlens_k_new must rise from 0 to at most"),
     ):
         with pytest.raises(RuntimeError, match=words):

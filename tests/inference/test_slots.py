@@ -174,6 +174,9 @@ REFUSED = {
     "a cache of ints": ({"k_cache": CACHE.int()}, "k_cache is torch.int32"),
     "a flat cache": ({"v_cache": CACHE[0]}, r"v_cache must be \(pages, hk, page, width\)"),
     "pages that are one": ({"k_cache": CACHE[:1].expand_as(CACHE)}, "pages share memory"),
+    "of inference mode": (
+        {"v_cache": torch.inference_mode()(CACHE.clone)()}, r"v_cache was made under torch\.inference"
+    ),
     "a scale": ({"k_scale": torch.ones(3)}, r"k_scale must be a float tensor \(\) or \(hk,\)"),
 }  # fmt: skip
 

@@ -12,6 +12,8 @@ from ..mods import causal as lower_right
 from ..mods.base import intersection, value
 from ..nn.rotary import Angles, Rotary
 from ..packed import ArgumentNames, Side
+from ..surroundings import host_can_read
+from ..types import as_int
 from .errors import CallError, NotSupported, as_call_error
 from .flash_attend import Results, in_dtype_of, same_chunk, scale_of, side_of, widened
 from .flash_parts import (
@@ -23,7 +25,6 @@ from .flash_parts import (
     check_tuning,
     count,
     flag,
-    number,
     options_of,
     score_of,
     shown,
@@ -136,6 +137,12 @@ def flash_attn_with_kvcache(
     chunk = count("attention_chunk", attention_chunk)
     check_dense(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     _check_places(rotary_cos, rotary_sin, cache_batch_idx)
+    for name, x, others, other in (
+        ("cu_seqlens_k_new", cu_seqlens_k_new, "k and v", k),
+        ("rotary_seqlens", rotary_seqlens, "rotary_cos and rotary_sin", rotary_cos),
+    ):
+        if x is not None and other is None:
+            raise CallError(f"{name} goes with {others}: give them, or leave it out")
     options = options_of(
         FLASH_2, softmax_scale, causal, window_size, softcap, False, chunk=chunk,
         slopes=alibi_slopes, sink=learnable_sink,
@@ -150,24 +157,23 @@ def flash_attn_with_kvcache(
         max_seqlen_q = q.shape[0]
     given_q, q = q, widened(q)
     k, v = (None if x is None else widened(x) for x in (k, v))
-    b = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
-    pages = _table(block_table, page_table, cache_batch_idx, b)
-    lengths = _lengths(cache_seqlens, b, k_cache, pages)
+    q_side = _side("q", q, cu_seqlens_q)
+    b, hk = q_side.sequences, k_cache.shape[2]
+    _check_integers(q, b, 1, cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
+    _check_scales((b, hk), k_descale=k_descale, v_descale=v_descale)
+    pages = _table(block_table, page_table, cache_batch_idx, q, b)
+    lengths = _lengths(cache_seqlens, q, b, k_cache, pages)
     base = lengths if rotary_seqlens is None else rotary_seqlens
-    turn = None
-    if rotary_cos is not None and rotary_sin is not None:
-        capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
-        if rotary_cos.shape[0] < capacity or rotary_sin.shape != rotary_cos.shape:
-            sizes = f"{shown(rotary_cos)} and {shown(rotary_sin)}"
-            raise CallError(
-                "rotary_cos and rotary_sin must be (positions, rotary / 2) with at least the "
-                f"{capacity} positions of the cache, got {sizes}"
-            )
-        turn = _Turn(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved))
-        moving = options.limits != (None, None)
-        q = turn(q, base, _new_side("q", q, cu_seqlens_q, b), moving)
+    capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    turn = _turn_of(
+        rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved), capacity
+    )
+    if turn is not None:
+        q = turn(q, base, q_side, options.limits != (None, None))
     if k is not None and v is not None:
-        new_keys = _new_side("k", k, cu_seqlens_k_new, b)
+        new_keys = _side("k", k, cu_seqlens_k_new)
+        if new_keys.sequences != b:
+            raise CallError(f"k {tuple(k.shape)} has {new_keys.sequences} sequences, but q has {b}")
         k = k if turn is None else turn(k, base, new_keys, True)
         lengths = _append(k_cache, v_cache, k, v, lengths, pages, new_keys)
     elif k is not None or v is not None:
@@ -264,8 +270,7 @@ def flash_attn_combine(
 def _tokens_there(lse: Tensor, cu: Tensor | None, used: Tensor | None) -> Tensor:
     """Return which tokens sequences have, in the shape of lse without heads."""
     side = side_of("q", lse[..., None], cu, used)
-    if not torch.compiler.is_compiling():
-        as_call_error(side.check_numbers)
+    as_call_error(side.check_numbers)
     ids, _ = side.places_of_tokens(outside=-1)
     return (ids >= 0).view(lse.shape[:-1])
 
@@ -282,6 +287,18 @@ def _check_order(order: Tensor, cu: Tensor | None, lse: Tensor) -> None:
         )
 
 
+def _turn_of(cos: Any, sin: Any, interleaved: bool, capacity: int) -> "_Turn | None":
+    """Return the rotation by a table, if there is one."""
+    if cos is None:
+        return None
+    if cos.shape[0] < capacity or sin.shape != cos.shape:
+        raise CallError(
+            "rotary_cos and rotary_sin must be (positions, rotary / 2) with at least the "
+            f"{capacity} positions of the cache, got {shown(cos)} and {shown(sin)}"
+        )
+    return _Turn(cos, sin, interleaved)
+
+
 class _Turn:
     """Rotary angles from a table `(positions, rotary / 2)`."""
 
@@ -293,7 +310,7 @@ class _Turn:
         """Rotate x `(b, length, heads, d)`, or packed, from positions `base` on."""
         row, position = side.places_of_tokens(outside=-1)
         at = torch.where(row < 0, 0, position * moving + base[row])
-        if at.is_cpu and not torch.compiler.is_compiling():
+        if at.is_cpu and host_can_read(at):
             self._check(at)
         at = at.clamp(0, self.cos.shape[0] - 1).long()
         angles = Angles(self.cos[at].float(), self.sin[at].float())
@@ -313,15 +330,10 @@ class _Turn:
 _NEW_NAMES = {"q": ArgumentNames("cu_seqlens_q"), "k": ArgumentNames("cu_seqlens_k_new")}
 
 
-def _new_side(name: str, x: Tensor, cu: Tensor | None, b: int) -> Side:
+def _side(name: str, x: Tensor, cu: Tensor | None) -> Side:
     """Return where the tokens of q, or the new keys, lie."""
     side = side_of(name, x, cu, None, names=_NEW_NAMES[name])
-    if side.sequences != b:
-        raise CallError(
-            f"{name} {tuple(x.shape)} has {side.sequences} sequences, but the call has {b} rows"
-        )
-    if not torch.compiler.is_compiling():
-        as_call_error(side.check_numbers)
+    as_call_error(side.check_numbers)
     return side
 
 
@@ -354,17 +366,42 @@ def _that_fit(places: Tensor, room: int, asked: Tensor, row: Tensor, fault: str)
     """Return which of the asked tokens have a place below `room`: where the host can read them,
     all, or it is an error."""
     fits = asked & (places >= 0) & (places < room)
-    if places.is_cpu and not torch.compiler.is_compiling() and bool((fits != asked).any()):
+    if places.is_cpu and host_can_read(places) and bool((fits != asked).any()):
         n = int((fits != asked).nonzero()[0, 0])
         fault = fault.format(int(places[n]))
         raise CallError(f"a new key of row {int(row[n])} {fault}; nothing was written")
     return fits
 
 
-def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> Any:
+def _check_scales(shape: tuple[int, int], **scales: Any) -> None:
+    for name, scale in scales.items():
+        if scale is not None and (not isinstance(scale, Tensor) or scale.shape != shape):
+            raise CallError(f"{name} must be {shape}, got {shown(scale)}")
+
+
+def _check_integers(q: Tensor, b: int | None, dims: int, **tensors: Any) -> None:
+    """Check that tensors, or None, hold integers for each of b rows (None: of any number), on q's
+    device."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        fits = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() == dims
+        if not fits or b not in (None, len(x)):
+            rows = "rows" if b is None else b
+            axes = f"(b,) = ({rows},)" if dims == 1 else f"({rows}, max_pages)"
+            raise CallError(f"{name} must be int32 {axes}, got {shown(x)}")
+        if x.device != q.device:
+            raise CallError(f"{name} is on {x.device}, q on {q.device}; keep it there")
+
+
+def _table(
+    block_table: Any, page_table: Any, rows: Tensor | None, q: Tensor, b: int
+) -> Tensor | None:
     """Return the pages of every row of q. Without pages, a row of the cache is one."""
     if block_table is not None and page_table is not None:
         raise CallError("block_table and page_table are two names of one argument; give one")
+    of_rows = b if rows is None else None
+    _check_integers(q, of_rows, 2, block_table=block_table, page_table=page_table)
     if rows is None:
         return block_table if page_table is None else page_table
     if block_table is not None:
@@ -372,15 +409,12 @@ def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> An
             "block_table with cache_batch_idx: flash-attn 2 has no such call; in flash-attn 3 "
             "cache_batch_idx says which rows of page_table belong to q: name it page_table"
         )
-    if tuple(rows.shape) != (b,) or rows.is_floating_point():
-        raise CallError(f"cache_batch_idx must be int32 (b,) = ({b},), got {shown(rows)}")
+    _check_integers(q, b, 1, cache_batch_idx=rows)
     if page_table is None:
         return rows.to(torch.int32)[:, None]
-    if not isinstance(page_table, Tensor) or page_table.dim() != 2:
-        raise CallError(f"page_table must be (rows, max_pages), got {shown(page_table)}")
     row_count = page_table.shape[0]
     exists = (rows >= 0) & (rows < row_count)
-    if rows.is_cpu and not torch.compiler.is_compiling() and not bool(exists.all()):
+    if rows.is_cpu and host_can_read(rows) and not bool(exists.all()):
         n = int((~exists).nonzero()[0, 0])
         raise CallError(
             f"cache_batch_idx[{n}] = {int(rows[n])} is no row of page_table, which has {row_count}"
@@ -388,12 +422,15 @@ def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> An
     return torch.where(exists[:, None], page_table[rows.clamp(0, row_count - 1)], -1)
 
 
-def _lengths(lengths: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:
+def _lengths(lengths: Any, q: Tensor, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:
     capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
     if not isinstance(lengths, Tensor):
-        length = capacity if lengths is None else int(number("cache_seqlens", lengths))
+        length = capacity if lengths is None else as_int(lengths)
+        if length is None:
+            raise CallError(f"cache_seqlens must be an integer or int32 (b,), got {lengths!r}")
         return torch.full((b,), length, dtype=torch.int32, device=k_cache.device)
-    if lengths.is_cpu and not torch.compiler.is_compiling() and lengths.numel():
+    _check_integers(q, b, 1, cache_seqlens=lengths)
+    if lengths.is_cpu and host_can_read(lengths) and lengths.numel():
         low, high = (int(n) for n in lengths.aminmax())
         if low < 0 or high > capacity:
             wrong = low if low < 0 else high

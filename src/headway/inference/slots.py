@@ -100,6 +100,12 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> Non
             raise ArgumentError(
                 f"{name}_cache is {cache.dtype}; use a float dtype, float8_e4m3fn or float8_e5m2"
             )
+        writable = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        if not writable and cache.is_inference():
+            raise ArgumentError(
+                f"{name}_cache was made under torch.inference_mode(), outside of which PyTorch "
+                "writes to no such tensor; write under it, or make the cache outside"
+            )
         if is_expanded(cache):
             raise ArgumentError(
                 f"{name}_cache has strides {cache.stride()}: pages share memory; pass one that "
