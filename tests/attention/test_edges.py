@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headway as hw
-from cases import BY_NAME, CASES
+from cases import BY_NAME
 from checks import check
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -84,15 +84,6 @@ def test_a_mask_of_one_bool_for_all_pairs(backend, kept):
 
 
 # -- block masks ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tile", [(64, 32), (50, 300)], ids=str)
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name.startswith("long_") and "mask" in c.tags], ids=str
-)
-def test_block_masks_in_place_of_masks(case, tile):
-    stats = tile == (50, 300)
-    check(case, "cpu", torch.float64 if stats else torch.float32, tile=tile, stats=stats)
 
 
 @BACKENDS

@@ -12,7 +12,8 @@ from long import long_unless
 HALF = [case for case in CASES if "half" in case.tags]
 # Which tiles a mask skips does not depend on the dtype, and float64 has every mask. Nor does where
 # rows end depend on which of the half precisions it is, and bfloat16 has all fourteen shapes.
-MASKS = [c for c in CASES if c.name.startswith("long_") and "mask" in c.tags and c not in HALF]
+LONG_MASKS = [case for case in CASES if case.name.startswith("long_") and "mask" in case.tags]
+MASKS = [case for case in LONG_MASKS if case not in HALF]
 FLOAT32 = {*CASES} - {*MASKS} | {*MASKS[::4]}
 FOURTEEN = [case for case in CASES if "fourteen" in case.tags]
 FLOAT16 = {*HALF} - {*FOURTEEN} | {*FOURTEEN[::4]}
@@ -40,9 +41,18 @@ def test_float64(case):
     _both(case, torch.float64)
 
 
+# Behind what it shares exact results with (`checks.yardstick`).
+@pytest.mark.parametrize("tile", [(64, 32), (50, 300)], ids=str)
+@pytest.mark.parametrize("case", LONG_MASKS, ids=str)
+def test_block_masks_in_place_of_masks(case, tile):
+    check(case, "cpu", torch.float64, tile=tile, stats=tile == (50, 300))
+
+
 @pytest.mark.parametrize("case", long_unless(FLOAT32, CASES), ids=str)
 def test_float32(case):
     _cpu(case, torch.float32)
+    if case in LONG_MASKS:
+        check(case, "cpu", torch.float32, tile=(64, 32), stats=False)
 
 
 @pytest.mark.parametrize(
