@@ -541,6 +541,20 @@ def test_partials_made_in_what_is_compiled(number):
             torch.testing.assert_close(compiled(n).double(), now, rtol=1e-5, atol=1e-5)
 
 
+def test_lists_in_partials_under_compile():
+    """Numbers in them become symbols once they change."""
+    items, named = [1.0], {"w": 2.0}
+    scale = lambda items, named, s, b, h, i, j: s * items[0] * named["w"]
+    fn = functools.partial(scale, items, named)
+    torch.compiler.reset()
+    compiled = torch.compile(hw.attention, backend="eager", fullgraph=True)
+    for number in (1.5, 3.0, 2.5):
+        items[0] = named["w"] = number
+        check(fn, "score", compiled)
+    items.insert(0, 0.5)
+    check(fn, "score", compiled)
+
+
 class Twice(hw.Mask):
     """A user's own kind of mask, which has a name of the library's in another one."""
 

@@ -277,6 +277,25 @@ def test_a_nan_is_itself_alone():
         assert sees(score, lambda: setattr(box, "x", float("nan")))
 
 
+def test_strings_and_numbers_that_are_the_same_one_are_seen():
+    box = types.SimpleNamespace()
+    for made in (lambda: "".join(["au", "to"]), lambda: float("1e3"), lambda: int("12345")):
+        box.x = one = made()
+        same = lambda s, b, h, i, j, one=one: s * 2 if operator.is_(box.x, one) else s
+        key = lambda s, b, h, i, j, one=one: s * 2 if [k for k in box.x if k is one] else s
+        score = lambda s, b, h, i, j, one=one: s * 2 if box.x is one else s
+        assert sees(same, lambda made=made: setattr(box, "x", made()))
+        box.x = {one: 0}
+        assert sees(key, lambda made=made: setattr(box, "x", {made(): 0}))
+        box.x = one
+        assert sees(score, lambda made=made: setattr(box, "x", made()))
+        torch.compiler.reset()
+        q = torch.randn(1, 1, 4, 8)
+        compiled = torch.compile(hw.attention, backend="eager", fullgraph=True)
+        for box.x in (one, made()):
+            torch.testing.assert_close(compiled(q, q, q, score), hw.attention(q, q, q, score))
+
+
 def test_a_dict_that_hides_attributes_is_no_proof():
     class Hides:
         __dict__ = property(lambda _: {})

@@ -26,6 +26,8 @@ class CodeNames(NamedTuple):
     - `opaque_read`: the first instruction that cannot be followed, with its location.
     - `reading_method`: the first method in C that reads by name and is not called right there, with
       its location: nobody sees when other C code calls it.
+    - `compares_objects`: it asks more of numbers and strings than their values: which are the same
+      one (`is`), or what the text of an object is.
     - `handler`: the first handler of exceptions, whose code may depend on what is missing.
     - `location`: the first line of the code.
 
@@ -37,6 +39,7 @@ class CodeNames(NamedTuple):
     attributes: tuple[str, ...]
     opaque_read: tuple[str, Location] | None
     reading_method: tuple[str, Location] | None
+    compares_objects: bool
     handler: tuple[str, Location] | None
     location: Location
 
@@ -65,9 +68,11 @@ def _scan(code: types.CodeType) -> CodeNames:
     names: dict[str, dict[str, Location]] = {"global": {}, "attr": {}}
     opaque_read: tuple[str, Location] | None = None
     reading_method: tuple[str, Location] | None = None
+    compares_objects = False
     handler: tuple[str, Location] | None = None
     for nested in codes:
-        line = nested.co_firstlineno
+        line, before = nested.co_firstlineno, ""
+        formats = any(type(const) is str and "%" in const for const in nested.co_consts)
         handlers = 0
         for op in dis.get_instructions(nested):
             line = op.starts_line if type(op.starts_line) is int else line
@@ -75,6 +80,13 @@ def _scan(code: types.CodeType) -> CodeNames:
             location = nested.co_filename, line
             handlers += (op.opname == "PUSH_EXC_INFO") - (op.opname == "WITH_EXCEPT_START")
             access = _ACCESS.get(op.opname)
+            compares_objects |= (
+                (op.opname == "IS_OP" and before != "LOAD_CONST")
+                or op.opname.startswith("FORMAT_")
+                or (op.opname == "BINARY_OP" and op.argrepr == "%" and formats)
+                or op.argval in _OBJECT_FUNCTIONS
+            )
+            before = op.opname
             if access in names:
                 names[access].setdefault(op.argval, location)
                 if op.argval in READING_METHODS and not _is_call(op):
@@ -101,6 +113,7 @@ def _scan(code: types.CodeType) -> CodeNames:
         tuple(names["attr"]),
         opaque_read,
         reading_method,
+        compares_objects,
         handler,
         location,
     )
@@ -114,6 +127,7 @@ _ACCESS = {
     "STORE_ATTR": "", "STORE_GLOBAL": "", "STORE_NAME": "", "DELETE_ATTR": "", "DELETE_GLOBAL": "",
     "DELETE_NAME": "",
 }  # fmt: skip
+_OBJECT_FUNCTIONS = ("str", "is_", "is_not")  # a tuple, since some arguments have no hash
 _OPAQUE_OPCODES = {"MATCH_CLASS", "LOAD_BUILD_CLASS", "LOAD_LOCALS", "IMPORT_STAR"}
 
 

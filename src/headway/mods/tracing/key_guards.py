@@ -204,7 +204,7 @@ def _roots(tx: Any, variable: Any, ran: dict[types.CodeType, None]) -> Iterator[
         if not variable.is_realized():  # nothing was read
             return
         variable = variable.realize()
-    source, value = variable.source, getattr(variable, "value", None)
+    source = variable.source
     if isinstance(variable, dynamo.NestedUserFunctionVariable):
         code = variable.get_code()
         cells = tuple(types.CellType() for _ in code.co_freevars)
@@ -232,6 +232,7 @@ def _roots(tx: Any, variable: Any, ran: dict[types.CodeType, None]) -> Iterator[
     elif isinstance(variable, (dynamo.TensorVariable, dynamo.SymNodeVariable)):
         parts = []
     elif isinstance(variable, dynamo.UserDefinedObjectVariable):
+        value = variable.value
         kind = type(value)
         called = any(
             getattr(cls.__dict__.get(name), "__code__", None) in ran
