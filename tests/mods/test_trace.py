@@ -173,6 +173,41 @@ def test_masks_of_the_table(name):
 # -- the text ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_that_adds_is_s_and_what_it_is_at_0(name):
+    case = Case(f"trace_{name}", q_len=37, kv_len=37, score=name)
+    graph, captured = lower_mod("score", problem(case, torch.float64).score(), torch.float64)
+    if name in ("alibi", "relative", "bias", "softcap"):
+        assert graph.adds == (name != "softcap")
+    if graph.adds:
+        at = oracle.grid(case.b, case.hq, case.q_len, case.kv_len)
+        s = torch.randn(case.b, case.hq, case.q_len, case.kv_len, dtype=torch.float64)
+        (t,), _ = score_at(graph, captured, Positions(*at), s, s < -math.inf)
+        (addend,), _ = score_at(graph, captured, Positions(*at), 0 * s, s < -math.inf)
+        torch.testing.assert_close(t, s + addend, equal_nan=True)
+
+
+def test_which_scores_add():
+    add = [
+        lambda s, b, h, i, j: (1.5 + table[h, j % 9] - i) + s,
+        lambda s, b, h, i, j: s - torch.where(flags[j], number, i * j),
+    ]
+    more = [
+        lambda s, b, h, i, j: (s + 1e30) - 1e30,
+        lambda s, b, h, i, j: i - s,
+        lambda s, b, h, i, j: s + s,
+        lambda s, b, h, i, j: s + torch.tanh(s),
+        lambda s, b, h, i, j: -s,
+        lambda s, b, h, i, j: 2 * s,
+        lambda s, b, h, i, j: torch.where(flags[j], s, s - 1),
+        lambda s, b, h, i, j: s.half().float() + i,
+        lambda s, b, h, i, j: table[h, j % 9],
+        hw.alibi(4) >> hw.softcap(30.0),
+    ]
+    for fn in add + more:
+        assert lower_mod("score", fn, torch.float64)[0].adds == (fn in add)
+
+
 def test_text_of_a_score():
     slopes = torch.rand(4)
 

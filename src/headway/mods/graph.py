@@ -130,6 +130,15 @@ class Graph:
             _magnitude(self.outputs[1], _magnitudes(self))
         )
 
+    @cached_property
+    def adds(self) -> bool:
+        """Return whether a score is S plus or minus one number that does not depend on S."""
+        readers = [n for n, node in enumerate(self.nodes) if "score" in node.args]
+        if len(readers) != 1 or self.outputs != (f"%{readers[0]}",):
+            return False
+        op, args = self.nodes[readers[0]].op, self.nodes[readers[0]].args
+        return args.count("score") == 1 and (op == "add" or (op == "sub" and args[0] == "score"))
+
     def uses(self, name: str) -> bool:
         """Return whether any op or output reads the input `name`."""
         return name in self._names_read

@@ -4,8 +4,9 @@ Decoding is bound by reading keys and values, so each is read once, and only whe
 formula allows it (`key_ranges`). The queries of all heads of a group are the rows of one product.
 Keys are visited in blocks that fit the caches: pages are gathered, and 8 or 16-bit numbers widened,
 one block at a time (`decode_keys`). PyTorch's flash kernel attends to a block in one pass, with a
-mask added to its logits; a score, and what the kernel may get wrong, take some torch ops more.
-Small calls are bound by launches, so rows that see nearly the same keys are computed together.
+mask, or the numbers of a score that adds (ALiBi), added to its logits. Any other score, and what
+the kernel may get wrong, take some torch ops more. Small calls are bound by launches, so rows that
+see nearly the same keys are computed together, and all layers of a step share evaluated masks.
 
 It buys 1.0 to 3.1 times the speed of F.sdpa over contiguous keys, 0.3 to 1.2 times over pages,
 whose gathering alone would cost F.sdpa 1.4 to 7 times as much (docs/lab/cpu.md, 2026-11-26).
@@ -13,19 +14,19 @@ whose gathering alone would cost F.sdpa 1.4 to 7 times as much (docs/lab/cpu.md,
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import CapturedIndexError
-from ...mods.evaluation.pointwise import Positions, mask_at
-from ...mods.graph import Graph
 from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..base import Call, graphs, split
 from ..cache_rows import CacheRow, rows_of
 from .decode_block import BlockAttention, KeyBlock, PartialSoftmax
 from .decode_keys import KeyReader, attend_by_page
+from .decode_pairs import BlockPairs, RowBatch
 from .flash import MAX_DECODE_QUERIES, _finite, add_sink
 from .key_ranges import KeyRange, key_ranges
 from .tile_plan import segments_of_row
@@ -70,42 +71,6 @@ class _Results(NamedTuple):
     row_max: Tensor | None = None
 
 
-class RowBatch:
-    """Rows that are computed together: neighbours in q and in the cache."""
-
-    def __init__(self, rows: list[CacheRow], row_ranges: list[list[KeyRange]]) -> None:
-        self.rows, self.row_ranges = rows, row_ranges
-        self.q_len = rows[0].query_count
-        self.cache_rows = slice(rows[0].index, rows[-1].index + 1)
-        # The queries in q.
-        self.q_index = slice(rows[0].q_row, rows[0].q_row + len(rows)), slice(None), rows[0].queries
-        same = all(ranges == row_ranges[0] for ranges in row_ranges)
-        # The ranges to visit: a row's own, or one that spans those of all rows.
-        self.ranges = row_ranges[0]
-        if not same:
-            start = min(ranges[0].start for ranges in row_ranges if ranges)
-            stop = max(ranges[-1].stop for ranges in row_ranges if ranges)
-            self.ranges = [KeyRange(start, stop, False)]
-        # Keys that are read, and those that rows see.
-        self.read_keys = len(rows) * sum(stop - start for start, stop, _ in self.ranges)
-        self.seen_keys = self.read_keys
-        if not same:
-            self.seen_keys = sum(r.stop - r.start for ranges in row_ranges for r in ranges)
-
-    @property
-    def ragged(self) -> bool:
-        """Return whether rows have different numbers of keys."""
-        return any(row.length != self.rows[0].length for row in self.rows)
-
-    def halves(self) -> "list[RowBatch]":
-        """Return the two halves of its rows as batches."""
-        half = len(self.rows) // 2
-        return [
-            RowBatch(self.rows[part], self.row_ranges[part])
-            for part in (slice(0, half), slice(half, None))
-        ]
-
-
 class _DecodeCall:
     """A call with few queries, computed a batch of rows at a time."""
 
@@ -118,6 +83,7 @@ class _DecodeCall:
         self.acc = acc_dtype(call.q.dtype)
         self.keys = KeyReader(call)
         self.attention = BlockAttention(spec, call, self.keys)
+        self.pairs = BlockPairs(spec, call, self.attention.adds)
 
     def run(self) -> Forward:
         """Return the results of all rows."""
@@ -191,16 +157,13 @@ class _DecodeCall:
 
     # -- which rows and keys -----------------------------------------------------------------------
 
-    def _first_position(self, row: CacheRow) -> int:
-        return self.call.coords.q if self.kv is None else row.first_position
-
     def _row_ranges(self, rows: list[CacheRow]) -> list[list[KeyRange]]:
         """Return the ranges of keys that each row may see."""
         if self.mask is None or not rows or self.spec.tiles is not None:
             exact = self.mask is None
             return [[KeyRange(0, row.length, exact)] if row.length else [] for row in rows]
         queries = [
-            [(row.index + self.call.coords.b, self._first_position(row) + i)
+            [(row.index + self.call.coords.b, self.pairs.first_position(row) + i)
              for i in range(row.query_count)] for row in rows
         ]  # fmt: skip
         first_key = self.call.coords.kv if self.kv is None else 0
@@ -269,7 +232,7 @@ class _DecodeCall:
             yield slice(0, hk), slice(0, g), batch.ranges
             return
         mask_b, mask_h, *tile = spec.tiles
-        row, first_position = batch.rows[0], self._first_position(batch.rows[0])
+        row, first_position = batch.rows[0], self.pairs.first_position(batch.rows[0])
         positions = slice(max(first_position, 0), first_position + batch.q_len)
         capacity = self.kv.capacity(self.call.k)
         for h in range(mask_h):
@@ -285,54 +248,6 @@ class _DecodeCall:
                 yield slice(0, hk), slice(0, g), ranges
             else:
                 yield slice(h // g, h // g + 1), slice(h % g, h % g + 1), ranges
-
-    # -- pairs -------------------------------------------------------------------------------------
-
-    def _positions(self, batch: RowBatch, block: KeyBlock, graph: Graph) -> Positions:
-        """Return the positions of (rows, key heads, heads of a group, queries, keys) that a graph
-        reads."""
-        coords, per_row = self.call.coords, (-1, 1, 1, 1, 1)
-        arange = lambda start, count: torch.arange(start, start + count, device="cpu")
-        starts = [self._first_position(row) for row in batch.rows]
-        if len(set(starts)) == 1:
-            q_idx = torch.full((), starts[0], dtype=torch.int64, device="cpu")
-        else:
-            q_idx = torch.tensor(starts, device="cpu").view(per_row)
-        if batch.q_len > 1:
-            q_idx = q_idx + arange(0, batch.q_len)[:, None]
-        b = heads = kv_idx = q_idx  # not read
-        if graph.uses("b"):
-            b = arange(batch.cache_rows.start + coords.b, len(starts))
-            b = b[0] if len(b) == 1 else b.view(per_row)
-        if graph.uses("h"):
-            heads = arange(coords.h, self.hk * self.g).view(self.hk, self.g, 1, 1)
-            heads = heads[block.kv_heads, block.group_heads]
-        if graph.uses("kv_idx"):
-            first_key = coords.kv if self.kv is None else 0
-            kv_idx = arange(block.keys.start + first_key, block.keys.stop - block.keys.start)
-        return Positions(b, heads, q_idx, kv_idx)
-
-    def _keep_mask(self, batch: RowBatch, block: KeyBlock) -> tuple[KeyBlock, Tensor | None]:
-        """Return the block, cut to the keys that a query sees, and which of its pairs are kept:
-        bool, broadcasting to (rows, key heads, heads of a group, queries, keys); None for all."""
-        if block.full:
-            return block, None
-        per_row = lambda numbers: torch.tensor(numbers, device="cpu").view(-1, 1, 1, 1, 1)
-        keys = torch.arange(block.keys.start, block.keys.stop, device="cpu")
-        row_ranges = batch.row_ranges
-        if all(len(ranges) <= 1 and (not ranges or ranges[0].exact) for ranges in row_ranges):
-            limits = [ranges[0][:2] if ranges else (0, 0) for ranges in row_ranges]
-            starts, stops = zip(*limits, strict=True)
-            keep_mask = keys < per_row(stops)
-            if max(starts) > block.keys.start:
-                keep_mask &= keys >= per_row(starts)
-            return block, keep_mask
-        assert self.mask is not None
-        positions = self._positions(batch, block, self.mask)
-        keep_mask = mask_at(self.mask, self.mask_captured, positions)
-        if batch.ragged:
-            keep_mask = keep_mask & (keys < per_row([row.length for row in batch.rows]))
-        return _cut_to_seen(block, keep_mask)
 
     # -- the ways to compute a batch ---------------------------------------------------------------
 
@@ -420,9 +335,11 @@ class _DecodeCall:
         self, batch: RowBatch, q: Tensor, block: KeyBlock, *, single: bool
     ) -> PartialSoftmax:
         """Return attention of q over a block, `single` if it holds all keys."""
-        block, keep_mask = self._keep_mask(batch, block)
-        positions = None if self.score is None else self._positions(batch, block, self.score)
-        return self.attention(q, batch.cache_rows, block, positions, keep_mask, single)
+        block, keep_mask, addend = self.pairs.evaluated(batch, block)
+        positions = None
+        if self.score is not None:
+            positions = partial(self.pairs.positions, batch, block, self.score)
+        return self.attention(q, batch.cache_rows, block, positions, keep_mask, addend, single)
 
     def _prefill_row(self, row: CacheRow) -> _Results:
         """Return the results of a row of many queries, by the forward of training."""
@@ -447,23 +364,6 @@ class _DecodeCall:
             out[0], lse[0], max_logit[0] if self.spec.max_logit else None,
             row_max[0] if self.spec.row_max else None,
         )  # fmt: skip
-
-
-def _cut_to_seen(block: KeyBlock, keep_mask: Tensor) -> tuple[KeyBlock, Tensor | None]:
-    """Return the stretch of a block's keys that any query sees, and its keep mask; None if every
-    pair of it is kept."""
-    key_count = block.keys.stop - block.keys.start
-    if keep_mask.dim() == 0 or keep_mask.shape[-1] != key_count:  # it does not depend on keys
-        return block, keep_mask
-    alike = keep_mask.numel() == key_count  # all queries see the same keys
-    seen = keep_mask.view(-1) if alike else keep_mask.flatten(0, -2).any(0)
-    places = seen.nonzero()
-    if not len(places):
-        return block, keep_mask
-    first, stop = int(places[0]), int(places[-1]) + 1
-    keys = slice(block.keys.start + first, block.keys.start + stop)
-    full = alike and len(places) == stop - first
-    return block._replace(keys=keys, full=full), None if full else keep_mask[..., first:stop]
 
 
 def _rows_and_heads_join(*caches: Tensor) -> bool:

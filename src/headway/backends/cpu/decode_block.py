@@ -1,6 +1,7 @@
 """Attention of few queries over one block of keys: by PyTorch's flash kernel, else by torch ops."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,21 +46,24 @@ class BlockAttention:
         self.kernel_takes = call.q.shape[3] == call.v.shape[3] > 0 and (
             keys.copied or call.k.stride(3) == call.v.stride(3) == 1
         )
-        # Nothing but a mask lies between the kernel's products.
-        plain = self.score is None and not (spec.max_logit or spec.row_max)
-        self.by_kernel_alone = keys.apart = self.kernel_takes and plain
+        # Nothing but a mask, or numbers that a score adds, lies between the kernel's products.
+        takes = self.kernel_takes and not (spec.max_logit or spec.row_max)
+        self.by_kernel_alone = takes and self.score is None
+        self.adds = takes and self.score is not None and self.score.adds
+        self.by_kernel = self.by_kernel_alone or self.adds
+        keys.apart = self.by_kernel
 
     def __call__(
-        self, q: Tensor, rows: slice, block: KeyBlock, positions: Positions | None,
-        keep_mask: Tensor | None, single: bool,
+        self, q: Tensor, rows: slice, block: KeyBlock, positions: Callable[[], Positions] | None,
+        keep_mask: Tensor | None, addend: Tensor | None, single: bool,
     ) -> PartialSoftmax:  # fmt: skip
         """Return attention of q `(rows, key heads, heads of a group, queries, d)` over a block,
         `single` if it holds all keys. `positions` are there for a score; a keep mask of None keeps
-        all pairs."""
+        all pairs. `addend`: what a score adds to S, if that is all (`by_kernel`)."""
         heads, keys = block.kv_heads, block.keys
         k = self.keys.k(rows, heads, keys)
-        if self.by_kernel_alone:
-            bias = None if keep_mask is None else _bias(keep_mask, q.shape, self.acc)
+        if self.by_kernel:
+            bias = _bias(keep_mask, addend, q.shape, self.acc)
             update = self._by_kernel(q, k, self.keys.v(rows, heads, keys), bias, self.spec.scale)
             if update is not None:
                 return update
@@ -99,7 +103,11 @@ class BlockAttention:
         return PartialSoftmax(lse.view(*q.shape[:4], 1), None, out.view(q.shape), None)
 
     def _scores(
-        self, q: Tensor, k: Tensor, positions: Positions | None, keep_mask: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Callable[[], Positions] | None,
+        keep_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return T of a block, -inf where a pair is not kept, and the largest S of every head where
         the spec asks for it."""
@@ -113,7 +121,7 @@ class BlockAttention:
         if self.score is not None:
             assert positions is not None
             (t,), _ = score_at(
-                self.score, self.score_captured, positions, s, keep_mask,
+                self.score, self.score_captured, positions(), s, keep_mask,
                 self.buffers if s.numel() > _FRESH_NUMBERS else None, overwrite=not spec.max_logit,
             )  # fmt: skip
             if not isinstance(t, Tensor) or t.shape != s.shape:
@@ -126,11 +134,20 @@ class BlockAttention:
         return t, logits.amax((3, 4))
 
 
-def _bias(keep_mask: Tensor, q_shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a pair is kept and -inf elsewhere, (rows, key heads, queries of a group, keys)
-    or broadcasting to it."""
-    keep_mask = keep_mask.view((1,) * (5 - keep_mask.dim()) + keep_mask.shape)
-    if keep_mask.shape[2:4] != (1, 1):
-        keep_mask = keep_mask.expand(-1, -1, *q_shape[2:4], -1)
-    keep_mask = keep_mask.flatten(2, 3)
-    return keep_mask.to(dtype).log_()
+def _bias(
+    keep_mask: Tensor | None, addend: Tensor | None, q_shape: torch.Size, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the addend where a pair is kept (None adds nothing, or keeps all) and -inf elsewhere,
+    (rows, key heads, queries of a group, keys) or broadcasting to it; None for 0."""
+    if keep_mask is None:
+        bias = addend
+    elif addend is None:
+        bias = keep_mask.to(dtype).log_()
+    else:
+        bias = torch.where(keep_mask, addend, -math.inf)
+    if bias is None:
+        return None
+    bias = bias.view((1,) * (5 - bias.dim()) + bias.shape)
+    if bias.shape[2:4] != (1, 1):
+        bias = bias.expand(-1, -1, *q_shape[2:4], -1)
+    return bias.flatten(2, 3)
