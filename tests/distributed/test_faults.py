@@ -346,6 +346,13 @@ def leaves(name: str, world: int, rank: int) -> None:
     assert time.monotonic() - began < 30
 
 
+def leaves_by_messages(world: int, rank: int) -> None:
+    """The same for ranks that share no memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(consistency, "shared_memory_compare", lambda group, timeout: None)
+        leaves("", world, rank)
+
+
 def leaves_first(name: str, world: int, rank: int) -> None:
     """A rank that leaves before its first call over a group, or in it: the others name it."""
     layout = Layout.zigzag(LENGTH, dist.new_group(timeout=timedelta(seconds=60)))
@@ -356,6 +363,7 @@ def leaves_first(name: str, world: int, rank: int) -> None:
             raise SystemExit
         return s
 
+    dist.barrier()
     began = time.monotonic()
     with (
         contextlib.suppress(SystemExit)
@@ -366,6 +374,7 @@ def leaves_first(name: str, world: int, rank: int) -> None:
         )
     ):
         if rank == 1 and name == "before":
+            time.sleep(0.5)
             os._exit(0)
         hw.attention(x, x, x, score, layout=layout)
     assert time.monotonic() - began < 30
@@ -464,6 +473,10 @@ def test_what_is_kept_for_a_group_lasts_as_long_as_it():
 @pytest.mark.parametrize("name", ["", "backward", "gather"])
 def test_leaves(name, tmp_path):
     run_ranks(3, (partial(leaves, name),), tmp_path)
+
+
+def test_leaves_by_messages(tmp_path):
+    run_ranks(3, (leaves_by_messages,), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["before", "in"])

@@ -267,7 +267,7 @@ class ConsistencyCheck:
             except RuntimeError as error:
                 if self.work.is_completed():
                     self._raise_left(_LEAVING_SECONDS)
-                    raise RankLeft(f"{error} (this rank is in {self})") from error
+                    raise RankLeft(f"{self._lost()} {self}: {error}") from error
             self.channel.store().set(self._waiting_key(self.group.rank()), "")
             self._raise_left()
             self._report_late(self._absent)
@@ -372,6 +372,14 @@ class ConsistencyCheck:
         """Return the words for the ranks that do not wait in this check."""
         ranks, store = range(self.group.size()), self.channel.store()
         return rank_names(r for r in ranks if not store.check([self._waiting_key(r)]))
+
+    def _lost(self) -> str:
+        """Return the words for the ranks that have not come when a connection is closed."""
+        with suppress(Exception):  # the store may have been in the rank that left
+            self.channel.store().set(self._waiting_key(self.group.rank()), "")
+            time.sleep(_LEAVING_SECONDS)  # the others notice it now
+            return f"{self._absent()} has left, or is late, and this rank is in"
+        return "a rank has left, and this rank is in"
 
     def _waiting_key(self, rank: int) -> str:
         """Return the key in the store of a rank that waits in this check."""
@@ -530,7 +538,9 @@ def _meet(group: Any, timeout: float) -> None:
                 try:
                     meeting.wait()
                 except RuntimeError as error:
-                    raise mark_told(RankLeft(f"{absent()} has left{_FIRST_CALL}")) from error
+                    time.sleep(_LEAVING_SECONDS)  # the others may be on their way
+                    lost = f"{absent()} has left, or is late{_FIRST_CALL}"
+                    raise mark_told(RankLeft(lost)) from error
             if waited >= next_line:
                 next_line += LATE_SECONDS[1]
                 _say_late(group.rank(), waited, absent() + _FIRST_CALL)
