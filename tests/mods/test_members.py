@@ -133,6 +133,17 @@ def test_what_was_put_into_a_class_is_seen(cls, thing, monkeypatch):
             sees(score, lambda: write(cls.made, 3.5))
 
 
+def test_what_was_put_into_a_module_is_seen_under_compile(monkeypatch):
+    score = lambda s, b, h, i, j: nn.functional.made(s)
+    monkeypatch.setattr(nn.functional, "made", torch.relu, raising=False)
+    q = torch.randn(1, 1, 4, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(hw.attention, backend="eager", fullgraph=True)
+    for put in (torch.relu, torch.tanh, torch.sigmoid, lambda x: x * 3):
+        monkeypatch.setattr(nn.functional, "made", put)
+        torch.testing.assert_close(compiled(q, q, q, score), hw.attention(q, q, q, score))
+
+
 def test_what_was_put_into_the_class_of_symbols_is_seen(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "made", 1.5, raising=False)
     sees(lambda s, b, h, i, j: s * s.made, lambda: monkeypatch.setattr(torch.Tensor, "made", 2.5))

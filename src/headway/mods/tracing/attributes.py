@@ -28,6 +28,8 @@ def lookup_attribute(walker: "ReadWalker", lookup: DeferredLookup, name: str) ->
             return
         if is_library_code(item):
             walker.reads.key.append((lookup.number, name, item))
+            if walker.guarding and getattr(item, "__name__", name) != name:
+                walker.reads.fully_guarded = False  # it was put there; Dynamo takes it for constant
         else:
             walker.follow_attribute(lookup, name, "", item, ("attr", name))
         return
