@@ -331,6 +331,12 @@ class Side(NamedTuple):
 
     def places_of_tokens(self, outside: int) -> tuple[Tensor, Tensor]:
         """Return the sequence of every token, `outside` for none, and its position there, int32."""
+        if self.rows is not None and self.lengths is None:
+            row, position = (
+                torch.arange(n, dtype=torch.int32, device=self.device)
+                for n in (self.rows, self.row)
+            )
+            return row.repeat_interleave(self.row), position.repeat(self.rows)
         starts, counts = self.starts_and_counts()
         ends = torch.cat([starts[:-1] + counts, starts[-1:]])  # none is in one after the last
         token = torch.arange(self.tokens, device=self.device)

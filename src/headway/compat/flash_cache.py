@@ -344,19 +344,21 @@ def _append(
 ) -> Tensor:  # fmt: skip
     """Write new keys and values after those that are there; return the lengths with them."""
     row, position = new.places_of_tokens(outside=-1)
-    position += lengths[row]
-    exists, page = row >= 0, k_cache.shape[1]
+    position, page = position + lengths[row], k_cache.shape[1]
     capacity = page * (1 if pages is None else pages.shape[1])
     would = f"would be its number {{}}, but {_NO_ROOM} {capacity} keys a row"
-    fits = _that_fit(position, capacity, exists, row, would)
-    table = torch.arange(len(lengths), device=k.device)[:, None] if pages is None else pages
-    slot_page = table[row, (position // page).clamp(0, table.shape[1] - 1)].long()
-    belongs = f"belongs to page (or row of the cache) {{}}, which is none of the {len(k_cache)}"
-    fits = _that_fit(slot_page, len(k_cache), fits, row, belongs)
-    slots = torch.where(fits, slot_page * page + position % page, -1)
+    fits = _that_fit(position, capacity, row >= 0, row, would)
+    slots = position + row.long() * page
+    if pages is not None:
+        of_cache = pages[row, position // page * fits]
+        belongs = f"belongs to page (or row of the cache) {{}}, which is none of the {len(k_cache)}"
+        fits = _that_fit(of_cache, len(k_cache), fits, row, belongs)
+        slots = of_cache.long() * page + position % page
+    slots = torch.where(fits, slots, -1)
     k, v = (x.flatten(0, -3) for x in (k, v))
     as_call_error(inference.write, k, v, k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots)
-    return (lengths + new.starts_and_counts()[1]).to(torch.int32)
+    count = new.row if new.rows is not None else new.starts.diff()
+    return (lengths + count).to(torch.int32)
 
 
 _NO_ROOM = "the cache, or the pages that block_table names, has room for"
