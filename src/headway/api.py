@@ -20,13 +20,14 @@ from .blocks import (
 from .blocks.mask import tile_of
 from .distributed.context import Layouts, tell_refusal
 from .distributed.layout import Layout
-from .errors import CapturedIndexError, HeadwayError
+from .errors import ArgumentError, CapturedIndexError, HeadwayError
 from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
 from .packed import any_jagged, nested_attention, nested_attention_with_stats
 from .row_statistics import asking_for, with_statistics
 from .run import run, run_along, run_backward, run_cpu_native, run_out, with_place
+from .surroundings import under_fake_tensors
 from .types import (
     AttentionGradients,
     AttentionJVP,
@@ -352,6 +353,11 @@ def _block_mask(mask: Any, sizes: tuple, device: Any, tile: Any) -> BlockMask:
         rows = zip(sizes[:2], unbuilt.depends, strict=True)
         b, h = (size if depends else 1 for size, depends in rows)
         return unbuilt_mask(mask, (b, h, *sizes[2:]), tile, unbuilt)
+    if under_fake_tensors():
+        raise ArgumentError(
+            "under FakeTensorMode no mask can be read, so a block mask has no tiles; pass the mask "
+            "itself to attention, or build the block mask before you enter the mode"
+        )
     graph, captured = lower_mod("mask", mask, torch.float32)
     device = _device_of_tiles(captured, device)
     provenance = Provenance(graph, captured.tensors)

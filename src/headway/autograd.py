@@ -1,8 +1,9 @@
 """The pair of forward and backward under autograd.
 
 Where something observes the operators (a compiler, a mode, a transform, a tracer, a profiler, a
-subclass of Tensor), `_Attention` runs them (`Operators`), on one device or over ranks. Otherwise
-it calls the backend (`_Direct`), which saves a tenth of a millisecond a call.
+subclass of Tensor), a call is `headway::forward`, whose kernel for autograd is `_Attention`.
+Otherwise `_Attention` calls the backend (`_Direct`), which saves a tenth of a millisecond a call.
+Over ranks it runs a pair of operators (`Operators`).
 """
 
 from collections.abc import Callable
@@ -37,7 +38,9 @@ from .operators import (
     warn_traced,
 )
 from .surroundings import (
+    apply_at_one_level,
     are_plain,
+    below_autograd,
     differentiated_in_compile,
     has_tangent,
     in_forward_mode,
@@ -55,8 +58,6 @@ from .types import (
     Coords,
     Forward,
     Spec,
-    allow_in_graph,
-    called_in_graph,
     constant_under_compile,
     in_dtype,
 )
@@ -67,20 +68,27 @@ def _forward_operator(spec: str, *inputs: Any) -> Forward:
     return Forward(*as_promised(inputs[0], *forward(spec, *inputs)))
 
 
+def _forward_below_autograd(spec: str, *inputs: Any) -> Forward:
+    """Run `headway::forward` below autograd."""
+    with below_autograd():
+        return forward_op(spec, *inputs)
+
+
 def _forward_under_autograd(spec: str, *inputs: Any) -> Forward:
-    """Run `headway::forward`, with gradients where an exported program calls it by itself, compiled
-    or not."""
-    if torch.is_grad_enabled() and _any_learns([*inputs[:_SEED], *inputs[_SEED + 1]]):
+    """Run `headway::forward` with its gradients, at one level of `torch.func`'s transforms."""
+    # AOTInductor passes None for an empty list.
+    lists: Any = [x or [] for x in inputs[_TENSORS:_OFFSETS]]
+    inputs = *inputs[:_TENSORS], *lists, *inputs[_OFFSETS:]
+    if torch.is_grad_enabled() and _any_learns([*inputs[:_SEED], *lists[0]]):
         parsed, q = Spec.parse(spec), inputs[0]
         runner, tensors = _operators(ON_ONE_DEVICE, parsed, *inputs)
         register_flops()
         copy_unsavable(tensors)
-        out, *stats = as_forward(*_Attention.apply(runner, *tensors))
+        out, *stats = as_forward(*apply_at_one_level(_Attention, runner, *tensors))
         results = in_dtype(out, parsed.out_dtype(q.dtype)), *stats
         # What observes operators had this one run below, with strides as promised.
         return Forward(*(results if needs_operators(*tensors) else as_promised(q, *results)))
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward_op(spec, *inputs)
+    return _forward_below_autograd(spec, *inputs)
 
 
 library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
@@ -155,6 +163,7 @@ class _Attention(torch.autograd.Function):
         return None, *grads
 
 
+_TENSORS, _OFFSETS = 5, 9  # the operators' inputs: where lists begin, and the one of offsets
 _SEED, _CAPTURED = 4, 7  # where tensors without a gradient begin, and the captured ones
 
 
@@ -181,7 +190,7 @@ class Pair(NamedTuple):
     backward: Callable
 
 
-ON_ONE_DEVICE = Pair(forward_op, backward_op, forward, backward)
+ON_ONE_DEVICE = Pair(_forward_below_autograd, backward_op, forward, backward)
 
 
 class Operators(NamedTuple):
@@ -277,7 +286,7 @@ def differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
             refuse_second_derivative(HESSIAN)
     if any([x is not None and is_older_batched(x) for x in grad_outputs]):  # noqa: C419
         return _gradients_one_by_one(ctx, *grad_outputs)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or transforms():  # the operator refuses, at every level
         return _Attention.gradients(ctx, *grad_outputs)
     with torch.no_grad():
         grads = _Attention.gradients(ctx, *grad_outputs)
@@ -437,34 +446,34 @@ def _attention_by_operators(spec: Spec, call: Call) -> Forward:
     """Run `attention` where something observes the operators."""
     if not is_compiling():
         warn_traced()
-    return run_operators(ON_ONE_DEVICE, spec, *flat(call))
+        register_flops()
+    elif is_exporting() and differentiated_in_compile():
+        raise BackendRefused(
+            "the gradients that torch.func takes of attention inside of an exported program would "
+            "be lost; use torch.autograd.grad there, or differentiate the program that you load"
+        )
+    if is_dynamo_compiling():
+        refuse_create_graph_in_program()
+    out, *stats = forward_op(spec.text, *flat(call))
+    return Forward(in_dtype(in_order_of(call.q, out), spec.result_dtype(call.q.dtype)), *stats)
 
 
-def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
-    """Run a pair of operators, given their operands after the spec, under autograd."""
+def run_over_ranks(pair: Pair, spec: Spec, *operands: Any) -> Forward:
+    """Run a pair of operators over ranks, given their operands after the spec, under autograd."""
     runner, inputs = _operators(pair, spec, *operands)
     trained = torch.is_grad_enabled() and _any_learns(inputs)
-    compiling = is_compiling()
-    if pair is not ON_ONE_DEVICE:  # else `forward_mode` runs a call with tangents
-        _refuse_tangents("attention over ranks (layout=)", *inputs)
-    if not compiling:
+    _refuse_tangents("attention over ranks (layout=)", *inputs)
+    if not is_compiling():
         register_flops()
     elif differentiated_in_compile():
-        if pair is not ON_ONE_DEVICE or is_exporting():
-            raise BackendRefused(
-                "the gradients that torch.func takes of attention over ranks, or inside of an "
-                "exported program, would be lost; use torch.autograd.grad there, leave out "
-                "fullgraph=True, or differentiate the program that you load"
-            )
-        allow_in_graph()
-        numbers = runner.captured, runner.ints, runner.floats, runner.offsets
-        return as_forward(*apply_in_graph(runner.spec, numbers, *inputs))
-    # The operator has a gradient of its own in an exported program, where torch.export would drop
-    # that of an autograd Function.
-    if not trained or (pair is ON_ONE_DEVICE and is_exporting()):
+        raise BackendRefused(
+            "the gradients that torch.func takes of attention over ranks would be lost; use "
+            "torch.autograd.grad there, or leave out fullgraph=True"
+        )
+    if not trained:
         out, *stats = runner.forward(*inputs)
         return Forward(in_dtype(in_order_of(operands[0], out), runner.out_dtype), *stats[:4])
-    if compiling:
+    if is_compiling():
         inputs = _without_repeats(inputs)
     else:
         copy_unsavable(inputs)
@@ -477,15 +486,6 @@ def _operators(
     """Return what runs a pair of operators, and its tensors, from the operands after the spec."""
     runner = operators_of(pair, spec, q, len(captured), ints, floats, offsets)
     return runner, [q, k, v, sink, seed, *where, *captured, *tiles]
-
-
-@called_in_graph
-def apply_in_graph(text: str, numbers: tuple, *inputs: Any) -> tuple:
-    """Return the results of `_Attention`. `text` is the spec's; `numbers`: of captured tensors,
-    ints, floats, offsets. (Dynamo would trace what `_Attention` runs, and lose its gradient below
-    transforms.)"""
-    runner = operators_of(ON_ONE_DEVICE, Spec.parse(text), inputs[0], *numbers)
-    return _Attention.apply(runner, *inputs)
 
 
 def as_forward(out, lse, entropy, max_logit, row_max, *others) -> Forward:

@@ -216,8 +216,7 @@ def attention(spec: Spec, call: Call) -> Forward:
         return Forward(out, lse, dual.max_logit, dual.row_max, entropy)
     if not is_compiling():
         return _under_transforms(spec, call, inputs, numbers)
-    allow_in_graph()
-    return autograd.as_forward(*autograd.apply_in_graph(spec.text, numbers, *primal))
+    return autograd.attention(spec, call)
 
 
 def _why_not_compiled() -> str:

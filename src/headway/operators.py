@@ -9,10 +9,12 @@ determine what they do. The gradient is above them, in `autograd`, which complet
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.compiler import is_compiling
 from torch.fx import traceback
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -25,7 +27,7 @@ from .dropout import draw_seed, seed_not_saved
 from .errors import BackendRefused
 from .memory_order import exactly_in_order_of, new_in_order_of
 from .mods.graph import parse
-from .surroundings import capturing
+from .surroundings import apply_at_one_level, below_autograd, capturing
 from .types import (
     KV,
     NAMESPACE,
@@ -71,10 +73,11 @@ library.define(
 def call_of(
     q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
 ) -> Call:  # fmt: skip
-    """Return the call of the operators' inputs after the spec."""
+    """Return the call of the operators' inputs after the spec. (AOTInductor passes None for an
+    empty list, whatever the schema says.)"""
     return Call(
         q, k, v, sink, seed,
-        Captured(list(tensors), list(ints), list(floats)),
+        Captured(list(tensors or ()), list(ints or ()), list(floats or ())),
         Tiles.unflatten(list(tiles)) if tiles else None,
         Coords(
             offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos,
@@ -142,7 +145,7 @@ def _dense_tiles(mask, tensors, ints, floats, shape, tile, device) -> Tensor:
     are partial, whatever tensors hold."""
     b, h, q_len, kv_len = shape
     build = superset_tiles if capturing(device) else cached_build
-    captured = Captured(tensors, ints, floats)
+    captured = Captured(tensors or [], ints or [], floats or [])
     tiles, _, _ = build(parse(mask), captured, (b, h, q_len, kv_len), tuple(tile), device)
     rows, cols = -(-q_len // tile[0]), -(-kv_len // tile[1])
     return tiles.dense(cols).view(b, h, rows, cols)
@@ -280,7 +283,7 @@ library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
 library.impl("tangent", _tangent_operator, "CompositeExplicitAutograd")
 library.impl("only_of_primal", only_of_primal, "CompositeExplicitAutograd")
 library.impl("infer", _infer_operator, "CompositeExplicitAutograd")
-for _name in ("backward", "infer", "tangent"):  # autograd is above
+for _name in ("infer", "tangent"):  # autograd is above
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
@@ -306,8 +309,9 @@ def _one_by_one(op: Any) -> Callable:
     """
 
     def rule(info, in_dims, *inputs):
-        results = [op(*_entry(inputs, in_dims, n)) for n in range(info.batch_size)]
-        stacked = [torch.stack(same) for same in zip(*results, strict=True)]
+        count = info.batch_size  # of none, the results have their shapes still
+        results = [op(*_entry(inputs, in_dims, n)) for n in range(max(count, 1))]
+        stacked = [torch.stack(same)[:count] for same in zip(*results, strict=True)]
         if op is _backward_op:
             return stacked, [0] * len(stacked)
         return tuple(stacked), (0,) * len(stacked)
@@ -322,7 +326,9 @@ def _of_batch(in_dims: Any, dout: Tensor, of_tangents: list[Tensor], wait: bool)
 def _entry(x: Any, dim: Any, n: int) -> Any:
     if isinstance(x, list | tuple):
         return [_entry(item, item_dim, n) for item, item_dim in zip(x, dim, strict=True)]
-    return x if dim is None else x.select(dim, n)
+    if dim is None or x.shape[dim] == 0:
+        return x if dim is None else x.sum(dim, dtype=x.dtype)
+    return x.select(dim, n)
 
 
 _ours = getattr(torch.ops, NAMESPACE)
@@ -446,11 +452,10 @@ def _second_derivative(what: str) -> str:
 class _OnceDifferentiable(torch.autograd.Function):
     """A gradient that refuses to be differentiated."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(grad, *differentiable):
-        return grad.view_as(grad)
+        with below_autograd():
+            return grad.view_as(grad)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -474,13 +479,14 @@ def once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None) 
     """Return gradients that refuse to be differentiated with respect to any of `inputs`."""
     differentiable = [x for x in inputs if x is not None and x.requires_grad]
     return tuple([
-        None if g is None else _OnceDifferentiable.apply(g, *differentiable) for g in grads
+        None if g is None else apply_at_one_level(_OnceDifferentiable, g, *differentiable)
+        for g in grads
     ])  # fmt: skip
 
 
 def refuse_create_graph_in_program() -> None:
-    """Refuse the program that Dynamo traces if it takes gradients with `create_graph=True`: their
-    derivative would be lost. (With `trace_autograd_ops`, `torch.autograd.grad` is in the graph.)"""
+    """Refuse the program that Dynamo traces if it takes gradients of attention with
+    `create_graph=True`. (With `trace_autograd_ops`, `torch.autograd.grad` is in the graph.)"""
     from torch._dynamo import config
     from torch._dynamo.symbolic_convert import tls
 
@@ -488,7 +494,12 @@ def refuse_create_graph_in_program() -> None:
         return
 
     def check(program: torch.fx.GraphModule) -> None:
+        reached: set[torch.fx.Node] = set()  # from a call, or from a body that may hold one
         for node in program.graph.nodes:
+            calls = node.target is forward_op or isinstance(node.target, HigherOrderOperator)
+            if not calls and reached.isdisjoint(node.all_input_nodes):
+                continue
+            reached.add(node)
             if node.target is torch.autograd.grad and (
                 node.kwargs.get("create_graph") or any(node.args[4:5])
             ):
@@ -498,6 +509,24 @@ def refuse_create_graph_in_program() -> None:
 
 
 constant_under_compile(refuse_create_graph_in_program)
+
+
+def once_differentiable_kernel(op: Any) -> Callable:
+    """Return the kernel of a backward's operator for autograd: its results refuse to be
+    differentiated."""
+
+    def kernel(spec: str, *inputs: Any) -> list[Tensor]:
+        with below_autograd():
+            grads = op(spec, *inputs)
+        if not torch.is_grad_enabled():
+            return grads
+        flat_inputs = chain.from_iterable(x if isinstance(x, list) else [x] for x in inputs)
+        return list(once_differentiable(grads, *[x for x in flat_inputs if isinstance(x, Tensor)]))
+
+    return kernel
+
+
+library.impl("backward", once_differentiable_kernel(backward_op), "Autograd")
 
 
 def refuse_create_graph(grads: Any, grad_outputs: Any) -> Any:

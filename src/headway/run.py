@@ -144,6 +144,12 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
         layouts = request.keys if shards is None else shards.layouts
         if type(layouts) is Layouts and not is_compiling():
             tell_ranks(layouts, error)
+        if isinstance(error, TypeError) and "SymInt" in str(error):  # no key of a cache can hold it
+            raise ArgumentError(
+                "a length, batch or head count is symbolic outside of torch.compile and "
+                "torch.export (make_fx(tracing_mode='symbolic') makes it so, and "
+                "FakeTensorMode(shape_env=...)); use one of these, or trace with plain sizes"
+            ) from error
         if isinstance(error, CapturedIndexError):
             raise with_place(error, request.score, request.mask) from None
         raise

@@ -7,9 +7,11 @@ CUDA graph is captured, the recorded work is replayed later on other data, so ca
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack,
     temporarily_pop_interpreter_stack,
@@ -76,6 +78,22 @@ def outside_transforms() -> Iterator[None]:
     """Run without the caller's transforms, which would wrap every tensor that is made here."""
     with temporarily_clear_interpreter_stack() if transforms() else nullcontext():
         yield
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run operators below autograd, in the forward of an autograd function that is applied at one
+    level of transforms: they go on to the outer levels, with gradients there."""
+    outer = torch.enable_grad() if transforms() else nullcontext()
+    with torch._C._AutoDispatchBelowAutograd(), outer:
+        yield
+
+
+def apply_at_one_level(function: Any, *inputs: Any) -> Any:
+    """Return the results of an autograd function at the level of transforms that an operator's
+    kernel runs at, where `Function.apply` would begin again at the innermost level."""
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*inputs)
 
 
 @contextmanager
@@ -153,6 +171,11 @@ def under_vmap() -> bool:
     """Return whether `torch.vmap` is the innermost transform: it hides tangents."""
     top = _functorch.peek_interpreter_stack()
     return top is not None and top.key() == _functorch.TransformType.Vmap
+
+
+def under_fake_tensors() -> bool:
+    """Return whether a `FakeTensorMode` is active: tensors have no data."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def has_tangent(x: Tensor) -> bool:

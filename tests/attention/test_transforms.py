@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import headway as hw
-from headway import call_cache
+from headway import autograd, call_cache
 from headway.compat import flex
 from headway.errors import ArgumentError, BackendRefused
 from headway.mods import lowering
@@ -188,3 +190,100 @@ def test_block_masks_that_are_built_inside(make):
         torch.testing.assert_close(out, right)
     with pytest.raises(ArgumentError, match="vmap maps over"):
         torch.vmap(inside, (None, 0))(Q, number[None])
+
+
+# Functions of x that return the value of `f(x)`, computed inside of a transform.
+VALUES = {
+    "grad": lambda f: lambda x: torch.func.grad_and_value(f)(x)[1],
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[0],
+    "vmap": lambda f: lambda x: torch.vmap(f)(torch.stack([x, 2 * x])).sum(),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[0],
+    "functionalize": torch.func.functionalize,
+}
+
+
+@pytest.mark.parametrize("inner", VALUES)
+@pytest.mark.parametrize("outer", VALUES)
+def test_parameters_at_an_outer_level(outer, inner):
+    """Every level of transforms has its own graph of gradients: none may drop that of another."""
+    weight = torch.eye(D, dtype=torch.float64).requires_grad_()
+    table = torch.tensor([0.3, 0.8], dtype=torch.float64, requires_grad=True)
+
+    def gradients(f):
+        nested = VALUES[outer](VALUES[inner](lambda x: f(table, "table", x @ weight)))
+        return torch.autograd.grad(nested(Q), [weight, table])
+
+    try:
+        right = gradients(dense)
+    except RuntimeError:  # PyTorch's own limit
+        assert (outer, inner) == ("functionalize", "functionalize")
+        return
+    twice = outer == "jvp" and inner in ("jvp", "grad")
+    if twice or {outer, inner} == {"functionalize", "jvp"}:
+        refused = "second derivative" if twice else "Functionalize rule"
+        with pytest.raises(RuntimeError, match=refused):
+            gradients(loss)
+        return
+    for a, b in zip(gradients(loss), right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("outer", ["grad", "vmap of grad", "grad of vmap", "backward"])
+def test_no_second_derivative_at_any_level(outer):
+    table = table_of("table").requires_grad_(outer == "backward")
+    inner = lambda t: torch.func.grad(lambda q: loss(t, "table", q))(Q).sum()
+    with pytest.raises(BackendRefused, match="no second derivative"):
+        torch.autograd.grad(inner(table), table) if outer == "backward" else REVERSE[outer](
+            inner, table
+        )
+
+
+def test_a_traced_step_runs_on_parameters():
+    """`make_fx` writes the backward's operator down; it then meets tensors that require grad."""
+
+    def step(q, t):
+        return torch.autograd.grad(loss(t, "table", q), [q, t])
+
+    inputs = Q.clone().requires_grad_(), table_of("table").requires_grad_()
+    traced = make_fx(step)(*inputs)
+    others = (2 * Q).requires_grad_(), (2 * table_of("table")).requires_grad_()
+    for a, b in zip(traced(*others), step(*others), strict=True):
+        torch.testing.assert_close(a, b)
+        with pytest.raises(BackendRefused, match="no second derivative"):
+            a.sum().backward()
+    with pytest.raises(ArgumentError, match="is symbolic outside of"):
+        make_fx(loss_of_many, tracing_mode="symbolic")(Q, table_of("table"))
+
+
+def loss_of_many(q: Tensor, t: Tensor) -> Tensor:
+    return hw.attention(q, q, q, SCORES["table"](t), hw.causal()).sum()
+
+
+def test_a_batch_of_none():
+    for in_dims, q, t in (
+        ((0, None), Q[None][:0], table_of("table")),
+        ((None, 0), Q, torch.zeros(0, 2)),
+    ):
+        value = torch.vmap(lambda q, t: loss(t, "table", q), in_dims)(q, t.double())
+        grads = torch.vmap(torch.func.grad(lambda q, t: loss(t, "table", q), (0, 1)), in_dims)(
+            q, t.double()
+        )
+        assert [x.shape for x in (value, *grads)] == [(0,), (0, *Q.shape), (0, 2)]
+
+
+def test_operators_take_none_for_an_empty_list():
+    """AOTInductor calls them so."""
+    spec = hw.resolve.prepare(Q, K, V)[0]
+    none = [None] * 4
+    for learns in (False, True):
+        q = Q.clone().requires_grad_(learns)
+        for run in (autograd._forward_under_autograd, autograd._forward_operator):
+            with torch.set_grad_enabled(run is autograd._forward_under_autograd):
+                out = run(spec.text, q, K, V, None, None, *none, [0] * 4, None, None)[0]
+            torch.testing.assert_close(out, hw.attention(Q, K, V))
+            assert out.requires_grad == (learns and run is autograd._forward_under_autograd)
+
+
+def test_block_masks_under_fake_tensors_are_refused():
+    with FakeTensorMode(), pytest.raises(ArgumentError, match="pass the mask itself"):
+        hw.block_mask(hw.causal(), None, None, N, N)

@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..autograd import Pair, run_operators
+from ..autograd import Pair, run_over_ranks
 from ..backends.base import Call
 from ..errors import ArgumentError
-from ..operators import flat, grads_like, library, register_fake, results_like
+from ..operators import (
+    flat,
+    grads_like,
+    library,
+    once_differentiable_kernel,
+    register_fake,
+    results_like,
+)
 from ..surroundings import is_batched, transforms, unwrapped
 from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec
 from .layout import Layout
@@ -105,7 +112,7 @@ def attention(
         )
     exchange = _exchange_of(layouts, own_tiles, trains, draws_seed, call)
     tables = layouts.q.table, (layouts.kv or layouts.q).table
-    return run_operators(_OVER_RANKS, spec.over_ranks(exchange), *operands, *tables)
+    return run_over_ranks(_OVER_RANKS, spec.over_ranks(exchange), *operands, *tables)
 
 
 def tell_ranks(layouts: Layouts, error: BaseException) -> None:
@@ -172,10 +179,10 @@ def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[
 
 library.impl("cp_forward", _forward, "CompositeExplicitAutograd")
 library.impl("cp_backward", _backward, "CompositeExplicitAutograd")
-for _name in ("cp_forward", "cp_backward"):  # autograd is above them
-    library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+library.impl("cp_forward", torch.library.fallthrough_kernel, "Autograd")  # it is above
 register_fake("cp_forward", _forward_fake)
 register_fake("cp_backward", _backward_fake)
 _ours = getattr(torch.ops, NAMESPACE)
 forward_op, backward_op = _ours.cp_forward, _ours.cp_backward
+library.impl("cp_backward", once_differentiable_kernel(backward_op), "Autograd")
 _OVER_RANKS = Pair(forward_op, backward_op, _forward, _backward)
