@@ -102,13 +102,19 @@ def _start(arguments: list[str], devices: int) -> int:
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
         signals_to_handle="SIGTERM",
     )  # fmt: skip
-    usual = signal.signal(signal.SIGINT, lambda *_: None)
+    # The first Ctrl-C is theirs to save on, the second one ends them and this process.
+    usual = signal.signal(
+        signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler)
+    )
     try:
         return elastic_launch(config, main)(arguments)[0]
     except SignalException as error:
         return 128 + error.sigval
     except ChildFailedError as error:
-        content: Any = error.get_first_failure()[1].error_file_data
+        failure = error.get_first_failure()[1]
+        if failure.exitcode == -signal.SIGINT:  # Ctrl-C before the first step
+            raise KeyboardInterrupt from error
+        content: Any = failure.error_file_data
         with suppress(KeyError, TypeError):  # a process that was killed leaves no file
             name, _, text = content["message"]["message"].partition(": ")
             for refusal in (ArgumentError, CheckpointError, CorpusError, RunError):
