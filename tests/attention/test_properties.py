@@ -89,13 +89,6 @@ def _chain(makes: list, tensors: list):
 # -- shapes ---------------------------------------------------------------------------------------
 
 
-def _few_heads_if_long(shape: dict[str, int]) -> dict[str, int]:
-    """Which tiles are skipped follows from the lengths, and the time from heads as well."""
-    if shape["q_len"] * shape["kv_len"] > 128 * 128:
-        shape |= {"hk": 1, "group": min(shape["group"], 2)}
-    return shape
-
-
 shapes = st.fixed_dictionaries(
     {
         "b": st.integers(1, 2),
@@ -106,7 +99,7 @@ shapes = st.fixed_dictionaries(
         "d": st.integers(1, 20),
         "dv": st.integers(1, 20),
     }
-).map(_few_heads_if_long)
+)
 
 
 calls = given(

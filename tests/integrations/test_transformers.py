@@ -830,7 +830,7 @@ def test_more_tokens_into_a_static_cache(more, grad, tokens):
 def test_compiled_steps_over_a_static_cache(tokens, left_padded):
     """A graph for all lengths, with no square in it."""
     torch._dynamo.reset()
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL | {"num_hidden_layers": 1})).eval()
+    model = DECODERS["llama"]().eval()
     model.set_attn_implementation("headway")
     graphs = []
 

@@ -20,7 +20,6 @@ Measured: the walk takes 2.6 µs a call for a closure; it saves a retrace of 0.2
 import enum
 import functools
 import operator
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -30,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from ...errors import ArgumentError
 from ..base import Mod
 from .attributes import lookup_attribute
 from .bytecode import names_in_code
@@ -53,7 +51,6 @@ from .purity import (
     is_constant_module,
     is_heap_class,
     is_known_class,
-    is_library_code,
     is_numpy_scalar,
     is_pure_builtin,
     is_pure_function,
@@ -61,6 +58,12 @@ from .purity import (
     queries_torch_state,
 )
 from .reads import DeferredLookup, FunctionReads
+from .torch_objects import (
+    TENSOR_MEMBERS,
+    follow_tensor,
+    follow_tensor_member,
+    follow_torch_module,
+)
 
 _MATCH_FLAGS = 3 << 5  # whether `match` takes objects of a class for sequences, or mappings
 _MAX_OBJECTS = 2000  # one that can read more, or with 4 guards for each, is traced at every call
@@ -103,10 +106,10 @@ class ReadWalker:
         progress, done = bool(self.deferred or self.attribute_names), 0
         while progress:
             progress, names = False, list(self.attribute_names)
-            for members, own in _TENSOR_MEMBERS:
+            for members, own in TENSOR_MEMBERS:
                 for name in names[done:]:
                     if members.get(name) is not own.get(name):
-                        self.follow_tensor_member(name, members.get(name))
+                        follow_tensor_member(self, name, members.get(name))
             done = len(names)
             for lookup in self.deferred:  # grows
                 while lookup.names_done < len(names):
@@ -175,38 +178,9 @@ class ReadWalker:
         if kind is types.FunctionType:
             self.follow_function(value, path, ancestors)
         elif issubclass(kind, Tensor):
-            self.follow_tensor(value, path, ancestors, numbered is None)
+            follow_tensor(self, value, path, ancestors, numbered is None)
         else:
             self.follow_object(value, kind, path, ancestors)
-
-    def follow_tensor(self, tensor: Tensor, path: Path, ancestors: tuple, first_time: bool) -> None:
-        if first_time:
-            self.reads.tensors.append((path, tensor))
-        kind = type(tensor)
-        if tensor.is_nested and tensor.layout is torch.strided:  # PyTorch's own have no shape
-            raise ArgumentError(
-                f"a score or mask captures {self.label}, a nested tensor; pad it, or capture its "
-                f"parts{quote(self.location)}"
-            )
-        self.reads.key.append(
-            (kind, tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad)
-        )
-        if self.guarding:
-            self.guard(path, "exists")
-        if kind not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not _is_fake(kind):
-            self.mark_opaque(f"reads {self.label}, a {kind.__name__}, which may be anything")
-        elif tensor.__dict__:
-            self.defer_attributes(tensor, path, ancestors)
-
-    def follow_tensor_member(self, name: str, item: Any) -> None:
-        """Follow what a class of tensors got under a name: the symbols of a trace have it."""
-        self.label = name
-        self.mark_unguarded("an attribute of the class of tensors")
-        self.reads.key.append(name)
-        if is_library_code(item):
-            self.reads.key.append(item)
-        else:
-            self.follow(item, (), ())
 
     def follow_object(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         key = self.reads.key
@@ -351,7 +325,7 @@ class ReadWalker:
         if is_module:
             self.guard(path, "hooks")
         if is_module and is_constant_class(kind):  # one of torch's own
-            self.follow_torch_module(value, path, ancestors)
+            follow_torch_module(self, value, path, ancestors)
             return
         if base is None or (is_constant_class(kind) and kind is not types.SimpleNamespace):
             self.mark_opaque(f"reads {self.label}, an object of the type {kind.__name__}")
@@ -381,28 +355,6 @@ class ReadWalker:
         self.reads.key.append(type.__repr__(cls))
         if type(cls) not in METACLASSES and not is_constant_class(cls) and defines_checks(cls):
             self.unproven_check = f"asks isinstance of {cls.__name__}, whose metaclass defines it"
-
-    def follow_torch_module(self, value: torch.nn.Module, path: Path, ancestors: tuple) -> None:
-        """Follow a module of torch's to all that it has, which its code may read."""
-        self.reads.modules.add(id(value))
-        if id(kind := type(value)) not in self.numbers:  # it may have been given attributes
-            self.numbers[id(kind)] = len(self.numbers), kind
-            self.defer_attributes(kind, (*path, ("attr", "__class__")), ancestors)
-        for name, item in vars(value).items():
-            if name not in _MODULE_ATTRIBUTES:
-                self.follow(item, (*path, ("attr", name)), ancestors)
-        self.follow(value.training, (*path, ("attr", "training")), ancestors)
-        self.reads.key.append(frozenset(value._non_persistent_buffers_set))
-        for tensors in (value._parameters, value._buffers):
-            self.reads.key += tensors
-            for name, item in tensors.items():
-                self.follow(item, (*path, ("attr", name)), ancestors)
-        self.guard(path, "modules", list(value._modules))
-        by_number = isinstance(value, torch.nn.ModuleList | torch.nn.Sequential)
-        step = "item" if by_number or isinstance(value, torch.nn.ModuleDict) else "attr"
-        for name, item in value._modules.items():
-            self.reads.key.append(name)
-            self.follow(item, (*path, (step, int(name) if by_number else name)), ancestors)
 
     def follow_method_self(self, value: Any, path: Path, ancestors: tuple) -> None:
         """Follow the object that a method is bound to, by attribute names only.
@@ -500,18 +452,3 @@ class ReadWalker:
         """Follow an attribute's value; `class_index` is "" where it is the object's own."""
         self.reads.key.append((lookup.number, name, class_index))
         self.follow(value, (*lookup.path, *steps), lookup.ancestors)
-
-
-def _is_fake(kind: type) -> bool:
-    """Return whether a tensor's type is that of tensors without data, which `torch.export` puts in
-    the place of parameters."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return fakes is not None and kind is fakes.FakeTensor
-
-
-_MODULE_ATTRIBUTES = torch.nn.Module().__dict__
-# What the classes of tensors have by themselves; and what they have now.
-_TENSOR_MEMBERS = [
-    (vars(cls), {name: item for name, item in vars(cls).items() if is_library_code(item)})
-    for cls in (Tensor, torch.nn.Parameter)
-]
