@@ -78,7 +78,8 @@ def attention(
       p is rounded to a multiple of 2^-15, but only 0 to 0 and only 1 to 1.
     - `seed`: the seed of the dropout, a number or a 0-d int64 tensor. Default: PyTorch's generator
       draws it.
-    - `deterministic`: if True, gradients are bit-equal from run to run.
+    - `deterministic`: if True, gradients are bit-equal from run to run. So they are under
+      `torch.use_deterministic_algorithms(True)`, with `warn_only` too.
     - `backend`: "auto", or a name from `headway.backends.NAMES`, which then never falls back.
     - `layout`: a `headway.distributed.Layout` if the sequence is split over ranks: it says which
       tokens q, k and v hold. Pass two layouts if queries and keys are split differently, and

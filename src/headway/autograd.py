@@ -77,7 +77,8 @@ def _forward_below_autograd(spec: str, *inputs: Any) -> Forward:
 def _forward_under_autograd(spec: str, *inputs: Any) -> Forward:
     """Run `headway::forward` with its gradients, at one level of `torch.func`'s transforms."""
     # AOTInductor passes None for an empty list.
-    lists: Any = [x or [] for x in inputs[_TENSORS:_OFFSETS]]
+    captured, ints, floats, tiles = inputs[_TENSORS:_OFFSETS]
+    lists = captured or [], ints or [], floats or [], tiles or []
     inputs = *inputs[:_TENSORS], *lists, *inputs[_OFFSETS:]
     if torch.is_grad_enabled() and _any_learns([*inputs[:_SEED], *lists[0]]):
         parsed, q = Spec.parse(spec), inputs[0]
@@ -88,7 +89,8 @@ def _forward_under_autograd(spec: str, *inputs: Any) -> Forward:
         results = in_dtype(out, parsed.out_dtype(q.dtype)), *stats
         # What observes operators had this one run below, with strides as promised.
         return Forward(*(results if needs_operators(*tensors) else as_promised(q, *results)))
-    return _forward_below_autograd(spec, *inputs)
+    with below_autograd():
+        return forward_op(spec, *inputs)
 
 
 library.impl("forward", _forward_operator, "CompositeExplicitAutograd")

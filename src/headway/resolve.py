@@ -86,6 +86,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     compiling = is_compiling()
     if compiling or autocast_somewhere():
         request = _autocast(request)
+    if request.deterministic is False and torch.are_deterministic_algorithms_enabled():
+        request = request._replace(deterministic=True)
     key = None
     if not compiling and not _is_part(request):
         key, signature, contents = call_cache.lookup(request)

@@ -6,7 +6,7 @@ CUDA graph is captured, the recorded work is replayed later on other data, so ca
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -81,12 +81,15 @@ def outside_transforms() -> Iterator[None]:
 
 
 @contextmanager
-def below_autograd() -> Iterator[None]:
+def _below_autograd_at_one_level() -> Iterator[None]:
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        yield
+
+
+def below_autograd() -> AbstractContextManager[Any]:
     """Run operators below autograd, in the forward of an autograd function that is applied at one
     level of transforms: they go on to the outer levels, with gradients there."""
-    outer = torch.enable_grad() if transforms() else nullcontext()
-    with torch._C._AutoDispatchBelowAutograd(), outer:
-        yield
+    return _below_autograd_at_one_level() if transforms() else torch._C._AutoDispatchBelowAutograd()
 
 
 def apply_at_one_level(function: Any, *inputs: Any) -> Any:

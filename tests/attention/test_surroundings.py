@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headway as hw
 import headway.nn
+from headway.backends import get
 from headway.caches import LRUCache
 from headway.errors import BackendRefused
 from headway.mods.evaluation.derivative import joint
@@ -144,6 +145,27 @@ def look_at(results: object) -> None:
         if isinstance(x, Tensor) and x.is_floating_point():
             assert x.device.type == "cpu"
             x.detach().isnan().any().item()
+
+
+def test_pytorchs_determinism_is_a_calls_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager, from the call cache, and compiled, which is compiled anew when it changes."""
+    reference = get("reference")
+    asked = []
+
+    def backward(spec, *inputs):
+        asked.append(spec.deterministic)
+        return right(spec, *inputs)
+
+    right = reference.backward
+    monkeypatch.setattr(reference, "backward", backward)
+    x = [torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3)]
+    call = lambda *x: hw.attention(*x, hw.softcap(3.0), hw.causal(), backend="reference")
+    for program in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        for _ in range(2):
+            program(*x).sum().backward()
+            with deterministic():
+                program(*x).sum().backward()
+    assert asked == [False, True] * 4
 
 
 class SeesFunctions(TorchFunctionMode):

@@ -68,7 +68,7 @@ class ExactSums:
                 "deterministic=True: the exact sums of the gradients of captured tensors take "
                 f"{self.bytes:,} bytes or more, and may take {LIMIT:,}; capture smaller tensors "
                 "(shared by heads, or with fewer distances), detach() them, or leave out "
-                "deterministic=True"
+                "deterministic=True (torch.use_deterministic_algorithms(True) asks for it too)"
             )
 
     def zeros(self, size: int) -> Tensor:

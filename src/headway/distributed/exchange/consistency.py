@@ -522,7 +522,7 @@ def _meet(group: Any, timeout: float) -> None:
     keys = [f"headway-first-call-{rank}" for rank in range(group.size())]
     meeting = _meetings.get(group)
     if meeting is None and _has_cpu(group):  # gloo notices a rank that has left
-        number = torch.zeros(1, device="cpu")
+        number = torch.zeros(1, dtype=torch.float32, device="cpu")
         gathered = [torch.zeros_like(number) for _ in keys]
         meeting = _meetings.put(group, group.allgather([gathered], [number]))
     store.set(keys[group.rank()], "")
