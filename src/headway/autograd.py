@@ -78,7 +78,7 @@ def _forward_under_autograd(spec: str, *inputs: Any) -> Forward:
     """Run `headway::forward` with its gradients, at one level of `torch.func`'s transforms."""
     # AOTInductor passes None for an empty list.
     captured, ints, floats, tiles = inputs[_TENSORS:_OFFSETS]
-    lists = captured or [], ints or [], floats or [], tiles or []
+    lists: Any = captured or [], ints or [], floats or [], tiles or []
     inputs = *inputs[:_TENSORS], *lists, *inputs[_OFFSETS:]
     if torch.is_grad_enabled() and _any_learns([*inputs[:_SEED], *lists[0]]):
         parsed, q = Spec.parse(spec), inputs[0]
