@@ -219,7 +219,7 @@ class LocalKV(Plan):
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         inputs = BackwardInputs(out, lse, dout, dlse, needs)
-        unrounded = spec.replace(exact_kv=len(self.shards) > 1)  # dk and dv are rounded as sums
+        unrounded = spec.replace(exact_kv=spec.exact_kv or len(self.shards) > 1)  # sums are rounded
         grads = backward_shards(unrounded, call, self.shards, inputs)
         _, kv_dtype = spec.grad_dtypes(call.q.dtype)
         return grads._replace(k=in_dtype(grads.k, kv_dtype), v=in_dtype(grads.v, kv_dtype))
