@@ -181,7 +181,7 @@ def _in_parts(events: Iterable[Any]) -> Iterator[tuple[Any, str | None, str | No
     while todo:
         event, above = todo.pop()
         part = _PARTS.get(event.name, above)
-        if event.name == _NODE and above == FORWARD:  # the operator's own gradient, and the rest
+        if part == HOST and above:  # what is inside an operator is the operator's
             part = above
         yield event, part, above
         todo += [(child, part) for child in event.cpu_children]

@@ -149,7 +149,8 @@ class TrainConfig:
 
     def _share_of_threads(self) -> int:
         # Beside a GPU the CPU has small work, where threads wait for each other. A step of the 60m
-        # preset on two H200: 172 ms with one thread in each process, 132 with 4, 400 with all 32.
+        # preset on two H200: 170 ms with one thread in each process, 132 with 4; on another host
+        # 400 with all 32 (docs/lab/ranks.md).
         share = max(1, torch.get_num_threads() // max(1, self.devices))
         return share if self.device == "cpu" else min(share, 4)
 

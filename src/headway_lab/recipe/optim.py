@@ -73,7 +73,7 @@ def _orthogonalise_like(p: Any, parts: Tensor) -> Tensor:
         return orthogonalise(parts)
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    # One matrix more in front: rows are dimension 1 of the stack.
+    # In the stack, dimension 0 counts the matrices: their own dimensions follow.
     cut = [Shard(x.dim + 1) if isinstance(x, Shard) else x for x in p.placements]
     whole = DTensor.from_local(
         parts, p.device_mesh, cut, run_check=False,
